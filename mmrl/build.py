@@ -125,6 +125,8 @@ def build_policy(config: Config, task: Task) -> Policy:
         builder = locate_or_fail(model.build, "model.build")
         try:
             builder(folder, seed=config.seed)
+        except UserError as error:
+            raise UserError(f"model.build={model.build}: {error}") from None
         except Exception as error:  # a user's function may raise anything
             raise UserError(f"model.build={model.build} failed: {describe_error(error)}") from error
         return load_policy(config, task, folder)

@@ -27,7 +27,9 @@ from scripts.attack.table import Table  # noqa: E402
 
 SECONDS = 60.0  # within which a check ends
 PART = r"vlm/visual_qa_digits|vla/manipulation_tabletop\.yaml"
-WANTED = r"is not installed|pip install|task\.data\.\w+=\S+: no such file or folder|needs a CUDA device"
+WANTED = (
+    r"is not installed|pip install|task\.data\.\w+=\S+: no such file or folder|needs a CUDA device|cannot be downloaded"
+)
 NO_ALARM, ABSENT = "no alarm", "an absent part, named in one line"
 
 

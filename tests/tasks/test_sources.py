@@ -478,6 +478,20 @@ def test_a_parquet_file_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs mmrl[huggingface]")
+def test_a_hub_that_cannot_be_reached_is_named(monkeypatch):
+    import datasets
+
+    def load(name, **options):
+        raise ConnectionError(f"Couldn't reach '{name}' on the Hub (LocalEntryNotFoundError)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(
+        ConnectionError, match=r"task.data.name=some/set cannot be downloaded \(Couldn't .*\); check the"
+    ):
+        HuggingFaceSource("some/set", "train")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs mmrl[huggingface]")
 def test_huggingface_saved_folder_and_parquet(tmp_path):
     import datasets
 

@@ -139,7 +139,8 @@ class _StreamedRows:
 
 def _load(name: str, split: str, options: dict[str, Any]) -> Any:
     """Loads a split with the package datasets, from the hub or from a folder that `save_to_disk` wrote. Raises
-    ModuleNotFoundError if it is not installed, ValueError for an unknown split."""
+    ModuleNotFoundError if it is not installed, ConnectionError if the hub cannot be reached, ValueError for an unknown
+    split."""
     if importlib.util.find_spec("datasets") is None:
         raise ModuleNotFoundError(
             f"task.data.type=huggingface needs the package datasets: {extra_command('huggingface')}"
@@ -147,10 +148,15 @@ def _load(name: str, split: str, options: dict[str, Any]) -> Any:
     import datasets
 
     folder = Path(name)
-    if options.get("streaming"):
-        return datasets.load_dataset(name, split=split, **options)
-    if not any((folder / marker).is_file() for marker in ("dataset_dict.json", "dataset_info.json")):
-        return datasets.load_dataset(name, split=split, **options)
+    is_saved = any((folder / marker).is_file() for marker in ("dataset_dict.json", "dataset_info.json"))
+    if options.get("streaming") or not is_saved:
+        try:
+            return datasets.load_dataset(name, split=split, **options)
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"task.data.name={name} cannot be downloaded ({error}); check the network, or set task.data.name to a "
+                "folder that `save_to_disk` wrote"
+            ) from None
     saved = datasets.load_from_disk(name, **options)
     if not isinstance(saved, datasets.DatasetDict):
         return saved
