@@ -316,7 +316,7 @@ def test_a_robot_of_rlinf(tmp_path):
         UserError, match="the suite maniskill_carrot has no simulator here; choose one of libero_spatial"
     ):
         converted(tmp_path, RLINF.replace("libero_10_grpo", "maniskill_carrot"), "other.yaml")
-    with pytest.raises(UserError, match="model_type=openpi cannot be converted"):
+    with pytest.raises(UserError, match="the policy openpi cannot be converted"):
         converted(tmp_path, RLINF.replace("openvla_oft", "openpi"), "other.yaml")
 
 
