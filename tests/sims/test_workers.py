@@ -164,7 +164,7 @@ def test_what_is_asked_wrongly_is_refused_in_one_line(behind):
         build("gymnasium", 1, {"env": print}, workers=1)
     with pytest.raises(UserError, match="deadline_s must be positive"):
         build(LINE, 1, workers=1, deadline_s=0)
-    with pytest.raises(UserError, match="is for workers"):
+    with pytest.raises(UserError, match="is the interpreter of workers"):
         build(LINE, 1, python=sys.executable)
     with pytest.raises(UserError, match="cannot be made: OSError: out of arms"):
         build(TROUBLE, 1, {"refuse_start": True}, workers=1)
