@@ -33,7 +33,7 @@ from mmrl.protocols.requirements import Capabilities, Needs, check, merge_needs
 from mmrl.report.settings import Log
 from mmrl.settings import Section, SettingsError, kind_of, make, option, plain, recipes
 from mmrl.settings import overrides as layering
-from mmrl.settings.tree import TreeError, Whole, read_override, read_yaml
+from mmrl.settings.tree import TreeError, Whole, read_overrides, read_yaml
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa.settings import VisualQASettings
 
@@ -112,11 +112,12 @@ class Config(Section):
         Raises ValueError with the key."""
         offered = self.offered
         check(self._parts(), offered)
-        for i, term in enumerate(self.algorithm.terms):
-            if term.learns_from_extras and not self.rollout.extra_sources:
+        learns = {f"algorithm.type={self.algorithm.type}": self.algorithm.learns_from_extras}
+        learns |= {f"algorithm.terms.{i} ({t.type})": t.learns_from_extras for i, t in enumerate(self.algorithm.terms)}
+        for key, from_extras in learns.items():
+            if from_extras and not self.rollout.extra_sources:
                 raise ValueError(
-                    f"algorithm.terms.{i} ({term.type}) learns from rollouts of rollout.extras, which is empty; add a "
-                    "source, such as stored_steps"
+                    f"{key} learns from rollouts of rollout.extras, which is empty; add a source, such as stored_steps"
                 )
         self.algorithm.check(self, offered)
         if self.sample.search is not None:
@@ -195,7 +196,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
         files = read_yaml(Path(path))
         path = files[-1][0]
         trees = [_with_warm_start(tree, file.parent) for file, tree in files]
-        trees += [_with_warm_start(read_override(text), path.parent) for text in overrides or []]
+        trees += [_with_warm_start(override, path.parent) for override in read_overrides(overrides or [])]
         tree = {"run_dir": recipes.run_dir(path), **laid_over(*trees)}
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except TreeError as error:
@@ -229,7 +230,7 @@ def _warm_start(tree: Mapping[str, Any]) -> object:
 def configure(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Config:
     """Returns the configuration for nested mappings with the content of a YAML file. Raises UserError as `load`."""
     try:
-        merged = laid_over(dict(tree), *map(read_override, overrides or []))
+        merged = laid_over(dict(tree), *read_overrides(overrides or []))
     except TreeError as error:
         raise UserError(str(error)) from None
     return validate(merged, "configuration")

@@ -170,7 +170,7 @@ class Trainer:
         from, and statistics for the log, [rollout, decision] by default. totals: the algorithm's denominators, summed
         over the minibatch and all ranks."""
         replay = self.policy.replay(micro, self.engine)
-        context = ReplayedContext(self.policy, self.engine, self.step)
+        context = ReplayedContext(self.policy, self.engine, self.step, self.config.seed, self.preparation.modules)
         for measurement in self.needs.replayed:
             replay.extras[measurement.name] = measurement.measure(micro, context)
         stats = {} if micro.behaviour_logp is None else corrected(micro, replay, self.config.correction)

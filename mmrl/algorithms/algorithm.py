@@ -93,6 +93,7 @@ class Algorithm(Choice):
         "advantage_weighted": "mmrl.algorithms.recorded.weighted:AdvantageWeighted",
         "advantage_conditioned": "mmrl.algorithms.recorded.conditioned:AdvantageConditioned",
         "implicit_q_learning": "mmrl.algorithms.recorded.q_learning:ImplicitQLearning",
+        "soft_actor_critic": "mmrl.algorithms.recorded.soft_actor_critic:SoftActorCritic",
         "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
         "distribution_matching": "mmrl.algorithms.denoising.distribution_matching:DistributionMatching",
         "tilt_matching": "mmrl.algorithms.denoising.tilt_matching:TiltMatching",
@@ -101,6 +102,7 @@ class Algorithm(Choice):
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it is trained on
     collection: ClassVar[CollectionSettings] = Groups  # the class of the section `rollout` of such a job
     weighs_decisions: ClassVar[bool] = True  # whether the objective multiplies decisions by `Replay.weight`
+    learns_from_extras: ClassVar[bool] = False  # whether it learns from rollouts of rollout.extras alone
     pairs_decisions: ClassVar[bool] = False  # whether it compares rollouts of a group decision by decision
 
     type: str = "grpo"

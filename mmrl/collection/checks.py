@@ -33,10 +33,13 @@ def check_batch(config: JobConfig, world: int) -> None:
         raise UserError(
             "rollout.generator.partial cannot sample the pairs of prompts of rollout.twins; set it to false"
         )
-    local = config.rollouts_per_step // world
+    local, counted = config.rollouts_per_step // world, "rollout.prompts x rollout.group_size / ranks"
+    if config.algorithm.learns_from_extras:
+        local = sum(extra.rollouts for extra in rollout.extra_sources) // world
+        counted = "the sum over rollout.extras / ranks"
     if local % minibatches:
         raise UserError(
-            f"{local} rollouts a rank (rollout.prompts x rollout.group_size / ranks) cannot be divided into "
+            f"{local} rollouts a rank ({counted}) cannot be divided into "
             f"algorithm.minibatches={minibatches} equal parts; change one of them"
         )
     if config.needs.whole_groups and config.engine.token_limit is not None:

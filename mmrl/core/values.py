@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 
 def tilted_loss(value: Tensor, outcome: Tensor, eta: float) -> Tensor:
@@ -76,11 +77,39 @@ class QEnsemble(nn.Module):
         with torch.no_grad():
             return torch.stack([network(x) for network in self.targets]).amin(0)
 
+    def fixed(self, x: Tensor) -> Tensor:
+        """Returns the Q value of each row of states and actions [row, number] by each network, [member, row]. Gradients
+        reach `x`, and no weights."""
+        return torch.stack([functional_call(network, detached(network), (x,)) for network in self.online])
+
     def update_targets(self, tau: float) -> None:
         """Moves the target networks to target + tau (online - target)."""
         with torch.no_grad():
             for target, online in zip(self.targets.parameters(), self.online.parameters(), strict=True):
                 target.lerp_(online, tau)
+
+
+class EntropyTemperature(nn.Module):
+    """The weight of a policy's entropy in its objective, as its logarithm, a number in fp64."""
+
+    def __init__(self, initial: float) -> None:
+        super().__init__()
+        self.log_value = nn.Parameter(torch.tensor(math.log(initial), dtype=torch.float64))
+
+    @property
+    def value(self) -> Tensor:
+        """Returns the weight without gradient, 0-d."""
+        return self.log_value.detach().exp()
+
+    def forward(self, logp: Tensor, target: float) -> Tensor:
+        """Computes the loss of each log-probability [row], whose gradient raises the weight where the entropy, the mean
+        of -logp, is below `target` (SAC, arXiv 1812.05905, equation 18, with the logarithm in place of the weight)."""
+        return -self.log_value * (logp.detach().double() + target)
+
+
+def detached(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of a module by name, without gradient."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def td_target(reward: Tensor, discount: Tensor, terminated: Tensor, next_value: Tensor) -> Tensor:

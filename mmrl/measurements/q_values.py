@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrl.protocols.abilities import OffPolicyLearning
@@ -12,8 +13,8 @@ from mmrl.protocols.measurement import PreparedContext, PreparedMeasurement
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.core.values import QEnsemble, ValueNetwork
-    from mmrl.protocols.auxiliary import AuxiliaryModule
+    from mmrl.core.values import EntropyTemperature, QEnsemble, ValueNetwork
+    from mmrl.protocols.auxiliary import AuxiliaryModule, AuxiliaryModules
     from mmrl.rollouts import Column, Prompt, Rollouts
 
 # Columns of the estimates of recorded steps: the least target Q value of the executed chunk, V of the observation, and
@@ -35,6 +36,14 @@ class Transitions:
     known: Tensor
     next_observation: Tensor  # [n, number], 0 where there is none
     copies: Tensor
+    next_chunk: Tensor | None = None  # [n, number], sampled by the present policy; None if no target needs it
+    next_logp: Tensor | None = None  # [n], of the next chunk; None if no entropy counts
+
+    def select(self, rows: Tensor) -> Transitions:
+        """Returns the transitions `rows` [m]."""
+        columns: dict[str, Any] = vars(self)
+        selected: dict[str, Any] = {name: None if values is None else values[rows] for name, values in columns.items()}
+        return Transitions(**selected)
 
     @property
     def pairs(self) -> Tensor:
@@ -43,15 +52,29 @@ class Transitions:
 
         return torch.cat([self.observation, self.chunk], 1)
 
+    @property
+    def next_pairs(self) -> Tensor:
+        """Returns observations after the chunks and sampled chunks side by side, [n, number]."""
+        import torch
+
+        assert self.next_chunk is not None
+        return torch.cat([self.next_observation, self.next_chunk], 1)
+
 
 @dataclass(frozen=True)
 class QValues(PreparedMeasurement["Column"]):
-    """Implicit Q-learning (IQL, arXiv 2110.06169) on the recorded policy steps among a step's rollouts: V learns the
-    expectile of the target networks' least Q, the Q networks learn r + gamma^k V(s') of a chunk of k actions, and the
-    targets follow. The estimates are those of V after its update, and of the targets before theirs.
+    """Q-learning on the recorded policy steps among a step's rollouts: the Q networks learn r + gamma^k V(s') of a
+    chunk of k actions, and their target networks follow. The estimates are of the targets before they follow.
+
+    V(s') is a network that learns the expectile of the target networks' least Q (IQL, arXiv 2110.06169), or, where
+    `next_action` is true, the least Q of the target networks for a chunk that the present policy samples at s', minus
+    temperature times its log-probability (SAC, arXiv 1812.05905).
 
     gamma: discount of an action; simulator_reward: weight of the simulator's rewards; expectile: of V; members, width:
-    of the Q networks; lr: of Adam; tau: share by which targets follow; updates: of both functions a step.
+    of the Q networks; lr: of Adam; tau: share by which targets follow; updates: of all networks a step; batch: recorded
+    steps of a rank that an update draws, None: all; temperature: weight of the entropy before training, 0: none;
+    temperature_lr: its learning rate; entropy: to which the temperature is adapted, in nats per number of a chunk,
+    None: it is fixed.
     """
 
     gamma: float
@@ -62,12 +85,35 @@ class QValues(PreparedMeasurement["Column"]):
     lr: float
     tau: float
     updates: int
+    batch: int | None = None
+    next_action: bool = False
+    temperature: float = 0.0
+    temperature_lr: float = 0.0
+    entropy: float | None = None
     requires: ClassVar[type] = OffPolicyLearning
     cost: ClassVar[str] = "a forward pass of two observations a recorded step, and updates of small networks on the CPU"
 
     @property
     def name(self) -> str:
-        return "q_values " + " ".join(f"{value:g}" for value in vars(self).values())
+        numbers = [f"{vars(self)[f.name]:g}" for f in fields(self) if f.default is MISSING]
+        options = {f.name: vars(self)[f.name] for f in fields(self) if vars(self)[f.name] != f.default is not MISSING}
+        return " ".join(["q_values", *numbers, *(f"{name}={value:g}" for name, value in options.items())])
+
+    def q_networks(self, modules: AuxiliaryModules, inputs: int, seed: int) -> AuxiliaryModule[QEnsemble]:
+        """Returns the Q networks of a run. inputs: numbers of an observation and a chunk; seed: of the run."""
+        from mmrl.core.values import QEnsemble
+
+        return modules.get(f"{self.name} q", lambda: QEnsemble(inputs, self.width, self.members, seed + 1), lr=self.lr)
+
+    def entropy_temperature(self, modules: AuxiliaryModules) -> AuxiliaryModule[EntropyTemperature] | None:
+        """Returns the weight of the entropy; None where entropy does not count."""
+        from mmrl.core.values import EntropyTemperature
+
+        if not self.temperature:
+            return None
+        return modules.get(
+            f"{self.name} temperature", lambda: EntropyTemperature(self.temperature), lr=self.temperature_lr
+        )
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> Column:
         return QLearner(self, context).estimates(rollouts)
@@ -121,14 +167,27 @@ class QLearner:
         encode = policy.encode_observations
         chunks = [prompt.metadata["actions"] for prompt in prompts]
         steps = [
-            prompt.metadata["tail"].transition(
-                min(len(chunk), policy.chunk_length), self.settings.gamma, self.settings.simulator_reward
-            )
-            for prompt, chunk in zip(prompts, chunks, strict=True)
+            prompt.metadata["tail"].transition(policy.chunk_length, self.settings.gamma, self.settings.simulator_reward)
+            for prompt in prompts
         ]
+        from mmrl.samplers.chain import derive_seed
+
         has_next = [i for i, step in enumerate(steps) if step.next_observation is not None]
         next_observation = torch.zeros(len(steps), width)
-        next_observation[has_next] = in_parts(encode, [steps[i].next_observation for i in has_next], size, width)
+        following = [step.next_observation for step in steps if step.next_observation is not None]
+        next_chunk: Tensor | None = None
+        next_logp: Tensor | None = None
+        if self.settings.next_action:
+            next_chunk, next_logp = torch.zeros(len(steps), chunk_width), torch.zeros(len(steps), dtype=torch.float64)
+            for first in range(0, len(following), size):
+                rows = has_next[first : first + size]
+                seeds = [derive_seed(derive_seed(self.context.seed, self.context.step), row) for row in rows]
+                sampled = policy.sample(following[first : first + size], seeds, logp=bool(self.settings.temperature))
+                next_observation[rows], next_chunk[rows] = sampled.observations, sampled.chunks.cpu()
+                if sampled.logp is not None:
+                    next_logp[rows] = sampled.logp.double().cpu()
+        else:
+            next_observation[has_next] = in_parts(encode, following, size, width)
         terminated = torch.tensor([step.terminated for step in steps], dtype=torch.bool)
         known = terminated.clone()
         known[has_next] = True
@@ -141,6 +200,8 @@ class QLearner:
             known,
             next_observation,
             copies,
+            next_chunk,
+            next_logp,
         )
 
     def _update(self, transitions: Transitions, proposals: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,52 +210,124 @@ class QLearner:
         last update of the targets."""
         import torch
 
-        from mmrl.core.values import QEnsemble, ValueNetwork
-
-        width, inputs = transitions.observation.shape[1], transitions.pairs.shape[1]
-        value = self.context.modules.get(
-            f"{self.settings.name} value",
-            lambda: ValueNetwork(width, self.settings.width, self.context.seed, layer_norm=True),
-            self.settings.lr,
+        settings, n = self.settings, len(transitions.reward)
+        q = settings.q_networks(self.context.modules, transitions.pairs.shape[1], self.context.seed)
+        td_error = torch.full((n,), torch.nan, dtype=torch.float64)
+        following: FollowingValue = (
+            SampledNextValue(settings, self.context) if settings.next_action else ExpectileValue(settings, self.context)
         )
-        q = self.context.modules.get(
-            f"{self.settings.name} q",
-            lambda: QEnsemble(inputs, self.settings.width, self.settings.members, self.context.seed + 1),
-            self.settings.lr,
-        )
-        for _ in range(self.settings.updates):
-            target = q.module.target(transitions.pairs)
-            self._update_value(value, transitions, target)
-            td_error = self._update_q(q, value, transitions)
-            proposed = q.module.target(proposals)
-            q.module.update_targets(self.settings.tau)
-        return torch.stack([target, value.predict(transitions.observation), td_error], 1), proposed
+        for update in range(settings.updates):
+            rows = self._draw(n, update)
+            drawn = transitions.select(rows)
+            following.update(drawn, q.module)
+            td_error[rows] = self._update_q(q, drawn, following.of_next(drawn, q.module))
+            if update == settings.updates - 1:
+                target, proposed = q.module.target(transitions.pairs), q.module.target(proposals)
+            q.module.update_targets(settings.tau)
+        return torch.stack([target, following.of(transitions), td_error], 1), proposed
 
-    def _update_value(self, value: AuxiliaryModule[ValueNetwork], transitions: Transitions, target: Tensor) -> None:
-        """Takes a step of V to the expectile of the target networks' Q values, [n]."""
-        from mmrl.core.values import expectile_error
+    def _draw(self, n: int, update: int) -> Tensor:
+        """Returns the rows of an update among `n` transitions: all, or `batch` of them drawn with replacement."""
+        import torch
 
-        count = int(self.context.sum(transitions.copies.sum()))
-        error = expectile_error(target - value.module(transitions.observation), self.settings.expectile)
-        value.descend([(transitions.copies * error).sum() / count], self.context.sum)
+        from mmrl.samplers.chain import derive_seed
 
-    def _update_q(
-        self, q: AuxiliaryModule[QEnsemble], value: AuxiliaryModule[ValueNetwork], transitions: Transitions
-    ) -> Tensor:
-        """Takes a step of the Q networks to their targets. Returns their squared errors from before, [n]; NaN where no
-        target is known."""
+        if self.settings.batch is None or not n:
+            return torch.arange(n)
+        seed = derive_seed(derive_seed(self.context.seed, self.context.step), update)
+        return torch.randint(n, (self.settings.batch,), generator=torch.Generator().manual_seed(seed))
+
+    def _update_q(self, q: AuxiliaryModule[QEnsemble], transitions: Transitions, next_value: Tensor) -> Tensor:
+        """Takes a step of the Q networks to their targets. next_value: V(s'), [n]. Returns their squared errors from
+        before, [n]; NaN where no target is known."""
         import torch
 
         from mmrl.core.values import td_target
 
         known = transitions.known
-        next_value = value.predict(transitions.next_observation)
         targets = td_target(transitions.reward, transitions.discount, transitions.terminated, next_value)
         errors = (q.module(transitions.pairs) - targets).square()
         copies = transitions.copies.where(known, 0)
         count = max(1, int(self.context.sum(copies.sum())))
         q.descend([(copies * errors).sum() / count], self.context.sum)
         return errors.detach().mean(0).where(known, torch.nan)
+
+
+class FollowingValue(ABC):
+    """V(s'), the value of the observation after a chunk, which targets of Q networks bootstrap from."""
+
+    def __init__(self, settings: QValues, context: PreparedContext) -> None:
+        self.settings, self.context = settings, context
+
+    @abstractmethod
+    def update(self, transitions: Transitions, q: QEnsemble) -> None:
+        """Learns from transitions, before the Q networks do."""
+
+    @abstractmethod
+    def of_next(self, transitions: Transitions, q: QEnsemble) -> Tensor:
+        """Returns V(s') of each transition, [n] float64; undefined where s' was not recorded."""
+
+    @abstractmethod
+    def of(self, transitions: Transitions) -> Tensor:
+        """Returns V(s) of each transition, [n] float64; NaN where V is not learned."""
+
+
+class ExpectileValue(FollowingValue):
+    """A network that learns the expectile of the target networks' least Q (IQL)."""
+
+    def update(self, transitions: Transitions, q: QEnsemble) -> None:
+        from mmrl.core.values import expectile_error
+
+        count = int(self.context.sum(transitions.copies.sum()))
+        value = self._network(transitions)
+        target = q.target(transitions.pairs)
+        error = expectile_error(target - value.module(transitions.observation), self.settings.expectile)
+        value.descend([(transitions.copies * error).sum() / count], self.context.sum)
+
+    def of_next(self, transitions: Transitions, q: QEnsemble) -> Tensor:
+        return self._network(transitions).predict(transitions.next_observation)
+
+    def of(self, transitions: Transitions) -> Tensor:
+        return self._network(transitions).predict(transitions.observation)
+
+    def _network(self, transitions: Transitions) -> AuxiliaryModule[ValueNetwork]:
+        from mmrl.core.values import ValueNetwork
+
+        settings, width = self.settings, transitions.observation.shape[1]
+        return self.context.modules.get(
+            f"{settings.name} value",
+            lambda: ValueNetwork(width, settings.width, self.context.seed, layer_norm=True),
+            settings.lr,
+        )
+
+
+class SampledNextValue(FollowingValue):
+    """The least Q of the target networks for the chunk that the present policy sampled at s', minus its weighted
+    log-probability. The weight of the entropy is adapted to the entropy of these chunks."""
+
+    def update(self, transitions: Transitions, q: QEnsemble) -> None:
+        temperature = self.settings.entropy_temperature(self.context.modules)
+        if temperature is None or self.settings.entropy is None:
+            return
+        assert transitions.next_logp is not None
+        sampled = transitions.copies.where(transitions.known & ~transitions.terminated, 0)
+        count = int(self.context.sum(sampled.sum()))
+        if count:
+            policy = self.context.policy.off_policy
+            action_numbers = policy.encoding_sizes[1] - policy.chunk_length  # without the mask of executed actions
+            losses = temperature.module(transitions.next_logp, self.settings.entropy * action_numbers)
+            temperature.descend([(sampled * losses).sum() / count], self.context.sum)
+
+    def of_next(self, transitions: Transitions, q: QEnsemble) -> Tensor:
+        value = q.target(transitions.next_pairs)
+        temperature = self.settings.entropy_temperature(self.context.modules)
+        if temperature is None:
+            return value
+        assert transitions.next_logp is not None
+        return value - temperature.module.value * transitions.next_logp
+
+    def of(self, transitions: Transitions) -> Tensor:
+        return transitions.reward.new_full(transitions.reward.shape, float("nan"))
 
 
 def in_parts(encode: Any, observations: list[Any], size: int, width: int) -> Tensor:

@@ -4,6 +4,7 @@ rollouts and measurements name the abilities that they need."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
@@ -158,6 +159,18 @@ class EpisodeStoring(Protocol):
         """Returns the episode of each rollout; None where a rollout is not a whole episode."""
 
 
+@dataclass(frozen=True)
+class SampledActions:
+    """Chunks of actions that the present policy samples at n observations.
+
+    observations: as `OffPolicy.encode_observations` returns them; chunks: as `OffPolicy.encode_chunks` does, for whole
+    chunks; logp: of each chunk, or None where it was not asked for."""
+
+    observations: Tensor  # [n, size] without gradient
+    chunks: Tensor  # [n, size]
+    logp: Tensor | None  # [n] float32
+
+
 class OffPolicy(Protocol):
     """Encodes stored observations and chunks of actions as vectors, for value functions, and samples the present
     policy's chunks at stored observations."""
@@ -177,11 +190,20 @@ class OffPolicy(Protocol):
         """Encodes chunks [executed, action] in the robot's units, [chunk, size] float32: the actions in the policy's
         units, 0 for those that were not executed, and a mask of the executed ones."""
 
+    def sample(self, observations: Sequence[RobotObservation], seeds: Sequence[int], *, logp: bool) -> SampledActions:
+        """Samples a chunk at each observation of one row, without gradient. seeds: one for each; logp: whether its
+        log-probability is computed too."""
+
+    def resample(self, rollouts: Rollouts, rows: Sequence[int], seeds: Sequence[int], *, logp: bool) -> SampledActions:
+        """Samples another chunk at the first observation of each of the rollouts `rows`, as a function of the policy's
+        weights: chunks and log-probabilities have a gradient. It needs `DifferentiableActions`."""
+
     def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
         """Samples a chunk for each prompt as in a rollout, at metadata["observation"], without executing it.
 
         seeds: one for each prompt; groups: seeds of their groups. Returns single policy steps without rewards. The
-        prompts of their samples have the chunk as metadata["proposal"], [chunk, action] in the robot's units."""
+        prompts of their samples have the chunk as metadata["proposal"], [chunk, action] in the robot's units, and its
+        seed as metadata["proposal_seed"]."""
 
 
 @ability("stored observations and actions that a Q function can read (model.type=vision_language_action)")

@@ -85,11 +85,13 @@ class PreparedContext(MeasurementContext):
 class ReplayedContext:
     """Inputs of a measurement in an update. policy: has every ability that the measurement requires. engine: wraps the
     policy's module; passed to `Policy.replay` as `model`, it gives log-probabilities with a gradient. step: number of
-    finished steps."""
+    finished steps. seed: of the run. modules: networks that are trained beside the policy."""
 
     policy: Any
     engine: Any
     step: int
+    seed: int
+    modules: AuxiliaryModules
 
 
 class Measurement(ABC, Generic[R_co]):

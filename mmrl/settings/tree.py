@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,31 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
             f"{path}: extends: {base} extends {path} again, maybe through others; remove an `extends` of this circle"
         )
     return [*read_yaml(extended, chain), (path, tree)]
+
+
+def read_overrides(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Parses overrides of one command line into trees, in the order in which they are merged. Raises TreeError.
+
+    An override `section.type=...` comes before those of the section's other keys, since a section of another type
+    replaces the one that they would change. Otherwise the order is that of the command line."""
+    ordered: list[tuple[list[str], dict[str, Any]]] = []
+    for text in texts:
+        key, tree = text.partition("=")[0].split("."), read_override(text)
+        ordered.insert(_insert_at(key, [other for other, _ in ordered]), (key, tree))
+    return [tree for _, tree in ordered]
+
+
+def _insert_at(key: list[str], earlier: list[list[str]]) -> int:
+    """Returns where an override of `key` is inserted among `earlier` ones: at the end, except for a `type`."""
+    section, position = key[:-1], len(earlier)
+    if key[-1] != "type" or not section:
+        return position
+    for i in reversed(range(len(earlier))):
+        if section[: len(earlier[i])] == earlier[i] or earlier[i] == key:  # it sets the section as a whole, or the type
+            break
+        if earlier[i][: len(section)] == section:
+            position = i
+    return position
 
 
 def read_override(text: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Term(Choice):
         "advantage_weighted": "mmrl.terms.losses.advantage_weighted:AdvantageWeightedTerm",
         "q_weighted": "mmrl.terms.losses.q_weighted:QWeightedTerm",
         "q_policy_gradient": "mmrl.terms.losses.q_policy_gradient:QPolicyGradient",
+        "q_gradient": "mmrl.terms.losses.q_gradient:QGradient",
         "of_part": "mmrl.terms.losses.of_part:OfPart",
         "distillation": "mmrl.terms.losses.distillation:Distillation",
         "sampler_distillation": "mmrl.terms.losses.sampler_distillation:SamplerDistillation",

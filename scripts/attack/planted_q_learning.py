@@ -9,6 +9,13 @@ W, A = "mmrl/terms/losses/q_weighted.py", "mmrl/algorithms/recorded/q_learning.p
 R, E = "mmrl/collection/stored_steps/ring.py", "tasks/manipulation/episodes.py"
 Q, STORED = ("joints/test_q_weighted.py",), ("collection/test_stored_steps.py",)
 G = ("joints/test_q_policy_gradient.py",)
+C, N, L = (
+    "mmrl/measurements/action_values.py",
+    "mmrl/terms/losses/q_gradient.py",
+    "mmrl/algorithms/recorded/soft_actor_critic.py",
+)
+H, S = "mmrl/policies/vla/heads/gaussian.py", ("joints/test_q_gradient.py",)
+TANH = ("policies/vla/test_squashed.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -21,8 +28,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("q: an end everywhere", V, "(discount * next_value).where(~terminated, 0)", "(discount * next_value).where(terminated, 0)", Q),
     ("q: targets with the online networks", V, "torch.stack([network(x) for network in self.targets])", "torch.stack([network(x) for network in self.online])", Q),
     ("q: V learns the other expectile", M, "target - value.module(transitions.observation), self.settings.expectile", "value.module(transitions.observation) - target, self.settings.expectile", Q),
-    ("q: V of the observation before", M, "value.predict(transitions.next_observation)", "value.predict(transitions.observation)", Q),
-    ("q: estimates of V of the next observation", M, "[target, value.predict(transitions.observation), td_error]", "[target, value.predict(transitions.next_observation), td_error]", Q),
+    ("q: V of the observation before", M, "predict(transitions.next_observation)", "predict(transitions.observation)", Q),
+    ("q: estimates of V of the next observation", M, "predict(transitions.observation)", "predict(transitions.next_observation)", Q),
     ("q: steps without a target count", M, "transitions.copies.where(known, 0)", "transitions.copies", Q),
     ("q: a step drawn twice counts once, for V", M, "(transitions.copies * error).sum()", "error.sum()", Q),
     ("q: a step drawn twice counts once, for Q", M, "(copies * errors).sum() / count", "errors.where(known, 0).sum() / count", Q),
@@ -30,8 +37,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("q: every end has a target", M, "known = terminated.clone()", "known = torch.ones_like(terminated)", Q),
     ("q: the advantage's sign", W, '"advantage": values["q"] - values["value"]', '"advantage": values["value"] - values["q"]', Q),
     ("q: an action without the observation", M, "return torch.cat([self.observation, self.chunk], 1)", "return torch.cat([0 * self.observation, self.chunk], 1)", Q),
-    ("q: the whole chunk is executed", M, "min(len(chunk), policy.chunk_length)", "policy.chunk_length", Q),
-    ("q: no update of the targets", M, "q.module.update_targets(self.settings.tau)", "pass", Q),
+    ("q: no update of the targets", M, "q.module.update_targets(settings.tau)", "pass", Q),
     ("tail: no discount inside a chunk", T, "discounts = gamma ** before[:steps].astype(np.float64)", "discounts = 1.0 ** before[:steps].astype(np.float64)", Q),
     ("tail: the outcome with every chunk", T, "reward += discounts[-1] * self.rewards.outcome if last else 0.0", "reward += discounts[-1] * self.rewards.outcome", Q),
     ("tail: the outcome is not discounted", T, "reward += discounts[-1] * self.rewards.outcome if last", "reward += self.rewards.outcome if last", Q),
@@ -71,5 +77,32 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("gradient: no coefficient", "mmrl/terms/losses/q_policy_gradient.py", "return self.coefficient.value * values", "return values", G),
     ("lerobot: every episode terminated", "tasks/manipulation/lerobot.py", "return success is not None and bool(success[-1].any())", "return True", ("tasks/test_lerobot.py",)),
     ("lerobot: a success on the way", "tasks/manipulation/lerobot.py", "bool(success[-1].any())", "bool(success.any())", ("tasks/test_lerobot.py",)),
+    ("actor: no weight of the entropy in targets", M, "return value - temperature.module.value * transitions.next_logp", "return value", S),
+    ("actor: a cost of entropy in targets", M, "return value - temperature.module.value * transitions.next_logp", "return value + temperature.module.value * transitions.next_logp", S),
+    ("actor: the weight is not adapted", M, "temperature.descend([(sampled * losses).sum() / count], self.context.sum)", "pass", S),
+    ("actor: the entropy of the encoding", M, "policy.encoding_sizes[1] - policy.chunk_length", "policy.encoding_sizes[1]", S),
+    ("actor: targets of the observation before", M, "return torch.cat([self.next_observation, self.next_chunk], 1)", "return torch.cat([self.observation, self.next_chunk], 1)", S),
+    ("actor: targets of the stored chunk", M, "return torch.cat([self.next_observation, self.next_chunk], 1)", "return torch.cat([self.next_observation, self.chunk], 1)", S),
+    ("actor: one noise for all next actions", M, "seeds = [derive_seed(derive_seed(self.context.seed, self.context.step), row) for row in rows]", "seeds = [self.context.seed for row in rows]", S),
+    ("actor: all steps in each update", M, "if self.settings.batch is None or not n:", "if True:", S),
+    ("actor: the same steps in each update", M, "derive_seed(derive_seed(self.context.seed, self.context.step), update)", "derive_seed(self.context.seed, 0)", S),
+    ("actor: Q networks are trained by the policy's loss", V, "functional_call(network, detached(network), (x,))", "network(x)", S),
+    ("actor: the mean for the least", C, 'by_member.amin(0) if self.of == "least"', 'by_member.mean(0) if self.of == "least"', S),
+    ("actor: the largest", C, 'by_member.amin(0) if self.of == "least"', 'by_member.amax(0) if self.of == "least"', S),
+    ("actor: down the Q values", N, "sampled.temperature * sampled.logp - sampled.q", "sampled.temperature * sampled.logp + sampled.q", S),
+    ("actor: no entropy in the loss", N, "(sampled.temperature * sampled.logp - sampled.q)", "(-sampled.q)", S),
+    ("actor: less entropy", N, "(sampled.temperature * sampled.logp - sampled.q)", "(-sampled.temperature * sampled.logp - sampled.q)", S),
+    ("actor: no coefficient", N, "return self.coefficient.value * cost", "return cost", S),
+    ("actor: Q of another row", C, "pairs = torch.cat([sampled.observations, sampled.chunks", "pairs = torch.cat([sampled.observations.flip(0), sampled.chunks", S),
+    ("actor: fresh episodes in the mean", L, "return micro.mask & recorded[:, None].to(micro.mask.device)", "return micro.mask", S),
+    ("actor: the likeliest action", P, "sampled = module.head.act(prefix, state, ActionSampling(list(seeds), policy.temperature.value))", "sampled = module.head.act(prefix, state, ActionSampling(list(seeds), 0.0))", S),
+    ("actor: actions beyond the robot's", P, "            actions = actions.clamp(-1, 1)", "            pass", S),
+    ("actor: the sign of the entropy's weight", V, "return -self.log_value * (logp.detach().double() + target)", "return self.log_value * (logp.detach().double() + target)", S),
+    ("squashed: no tanh", H, '"actions": sampled["actions"].tanh()', '"actions": sampled["actions"]', TANH),
+    ("squashed: the density before tanh", H, "self._by_level(log_slope_of_tanh(before), valid)", "0 * self._by_level(log_slope_of_tanh(before), valid)", TANH),
+    ("squashed: the slope's sign", H, 'fields["logp"] - self._by_level(', 'fields["logp"] + self._by_level(', TANH),
+    ("squashed: demonstrations are not inverted", H, "inside.atanh().to(actions.dtype)", "inside.to(actions.dtype)", TANH),
+    ("overrides: in the order of the command line", "mmrl/settings/tree.py", "            position = i\n", "            pass\n", ("settings/test_settings.py",)),
+    ("overrides: a whole section comes last", "mmrl/settings/tree.py", "section[: len(earlier[i])] == earlier[i] or ", "", ("settings/test_settings.py",)),
 ]
 # fmt: on

@@ -90,9 +90,10 @@ class Manipulation:
         return self._success.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns metrics [rollout] by name: the number of executed actions, success at the end (both NaN if the
-        simulator failed), and whether the simulator failed; those of `judge_measures` for each judge of success; and
-        for a latent action head the mean number of latents before a chunk."""
+        """Returns metrics [rollout] by name: the number of executed actions, the sum of the simulator's rewards,
+        success at the end (all NaN if the simulator failed), and whether the simulator failed; those of
+        `judge_measures` for each judge of success; and for a latent action head the mean number of latents before a
+        chunk."""
         episodes = [s.episode for s in samples if s.episode is not None]
         optional: dict[str, Tensor] = {}
         for name, judge in self._judges.items():
@@ -102,6 +103,7 @@ class Manipulation:
             optional["episode/reasoning"] = torch.tensor(latents)
         return optional | {
             "episode/length": torch.tensor([math.nan if e.lost else float(e.length) for e in episodes]),
+            "episode/return": torch.tensor([math.nan if e.lost else e.reward for e in episodes]),
             "episode/success_at_end": torch.tensor([math.nan if e.lost else float(e.success_at_end) for e in episodes]),
             "episode/lost": torch.tensor([float(e.lost) for e in episodes]),
         }

@@ -243,6 +243,23 @@ def test_an_episode_that_was_cut_off_teaches_v_and_no_target(tmp_path):
     found, rows = estimates(rollouts), transitions_by_hand_ends(trainer, rollouts)
     assert found.td_error.isnan().tolist() == [end and not solved for end, solved in rows]
     assert any(found.td_error.isnan()) and not found.q.isnan().any()
+    # The first update of the Q networks, by the definition, on the steps with a target alone: their Q and V(s') are 0.
+    known = ~found.td_error.isnan()
+    fresh = QEnsemble(sum(trainer.policy.off_policy.encoding_sizes), 16, 3, trainer.config.seed + 1)
+    prompts = [sample.prompt for sample in rollouts.samples]
+    pairs = torch.cat(
+        [
+            trainer.policy.off_policy.encode_observations([prompt.metadata["observation"] for prompt in prompts]),
+            trainer.policy.off_policy.encode_chunks([prompt.metadata["actions"] for prompt in prompts]),
+        ],
+        1,
+    )
+    steps = [prompt.metadata["tail"].transition(2, 0.5, 0.0) for prompt in prompts]
+    rewards = torch.tensor([step.reward for step in steps], dtype=torch.float64)
+    (fresh(pairs[known]) - rewards[known]).square().sum(0).mean().backward()
+    (q,) = [m for name, m in trainer.preparation.modules._modules.items() if name.endswith(" q")]
+    for mine, state in zip(fresh.online.parameters(), q.optimizer.state.values(), strict=True):
+        close(state["exp_avg"] / 0.1, mine.grad, atol=1e-6)  # Adam's mean of gradients after one of them
     release(trainer)
 
 
@@ -284,6 +301,11 @@ def test_stored_steps_beside_ppo(tmp_path):
     assert sum(stored) == 6 and (~second[0].q.isnan()).tolist() == stored
     assert second[2]["q_weighted/weight"] == pytest.approx(1.0)  # Q' and V begin at 0
     assert second[2]["q/td_error"] > 0
+    replay = trainer.policy.replay(second[1], trainer.policy.module)
+    losses, _ = trainer.algorithm.terms[0].values(second[1], replay)
+    mask = second[1].mask & torch.tensor(stored)[:, None]
+    close(losses[mask], -0.5 * replay.logp[mask])  # the coefficient, and weights of 1
+    assert not losses[~torch.tensor(stored)].any()
     release(trainer)
 
 

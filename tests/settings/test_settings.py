@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from mmrl.settings import Choice, Section, SettingsError, choose, kind_of, locate, make, option, plain, sections_in
-from mmrl.settings.tree import TreeError, Whole, merged, read_override, read_yaml
+from mmrl.settings.tree import TreeError, Whole, merged, read_override, read_overrides, read_yaml
 
 HERE = "tests.settings.test_settings"
 
@@ -291,8 +291,8 @@ BASE = {
 
 def over(*overrides):
     tree = BASE
-    for text in overrides:
-        tree = merged(tree, read_override(text))
+    for override in read_overrides(overrides):
+        tree = merged(tree, override)
     return tree
 
 
@@ -340,6 +340,21 @@ def test_overrides_apply_in_order():
     assert over("frame={width: 3}", "frame.colour=blue")["frame"] == {"width": 3, "colour": "blue"}
     assert over("shape.type=circle", "shape.radius=7")["shape"] == {"type": "circle", "radius": 7}
     assert over("frame=null", "frame.width=7")["frame"] == {"width": 7}
+    assert over("frame.width=7", "frame=null")["frame"] is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape"),
+    [
+        (("shape.radius=7", "shape.type=circle"), {"type": "circle", "radius": 7}),
+        (("shape.radius=7", "frame.width=4", "shape.type=circle", "shape.radius=8"), {"type": "circle", "radius": 8}),
+        (("shape={type: square, side: 4}", "shape.type=circle"), {"type": "circle"}),
+        (("shape.type=circle", "shape.radius=7", "shape.type=square"), {"type": "square", "radius": 7}),
+        (("shape.type=circle", "shape={type: square, side: 4}"), {"type": "square", "side": 4}),
+    ],
+)
+def test_the_type_of_a_section_comes_before_its_other_keys(overrides, shape):
+    assert over(*overrides)["shape"] == shape
 
 
 def test_a_file_replaces_a_section_of_another_type_and_merges_one_of_the_same(tmp_path):

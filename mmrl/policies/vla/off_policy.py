@@ -15,6 +15,7 @@ from mmrl.policies.vla.episodes import PolicyStep
 from mmrl.policies.vla.heads.codec import ActionNormalizer
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.settings import Actions
+from mmrl.protocols.abilities import SampledActions
 from mmrl.protocols.trajectory import RobotObservation
 from mmrl.rollouts import Prompt, Rollouts, Sample
 from mmrl.schedules.schedule import Schedule
@@ -75,11 +76,39 @@ class OffPolicyAccess:
         return torch.cat([executed.flatten(1), valid.float()], 1)
 
     @torch.no_grad()
+    def sample(self, observations: Sequence[RobotObservation], seeds: Sequence[int], *, logp: bool) -> SampledActions:
+        """Samples a chunk at each observation of one row, as in a rollout. seeds: one for each; logp: whether its
+        log-probability is computed too."""
+        observation = stack_observations(observations)
+        return self._sample(self.policy.prepare(observation), self.policy.robot_state(observation), seeds, logp)
+
+    def resample(self, rollouts: Rollouts, rows: Sequence[int], seeds: Sequence[int], *, logp: bool) -> SampledActions:
+        """Samples a chunk at the first observation of each of the rollouts `rows`, as in a rollout, with a gradient."""
+        policy_steps = [rollouts.inputs[row][0] for row in rows]
+        state = torch.stack([policy_step.state for policy_step in policy_steps])
+        return self._sample([policy_step.observation for policy_step in policy_steps], state, seeds, logp)
+
+    def _sample(self, prepared: list[Any], state: Tensor, seeds: Sequence[int], logp: bool) -> SampledActions:
+        """Samples a chunk for each of n prepared observations and states [n, state]."""
+        policy, module = self.policy, self.policy.module
+        prefix = module.encode(policy.collate(prepared))
+        observations = torch.cat([prefix.last.detach().float().cpu(), state.float().cpu()], 1)
+        state = module.policy_state(state.to(policy.device))
+        sampled = module.head.act(prefix, state, ActionSampling(list(seeds), policy.temperature.value))
+        valid = torch.ones(len(seeds), self.chunk_length, dtype=torch.bool, device=policy.device)
+        scored = module.head.score(prefix, state, sampled, valid, None, None)["logp"].sum(1) if logp else None
+        actions = sampled["actions"].float()
+        if policy.normalizer is None or policy.normalizer.clipped:  # as those that are executed
+            actions = actions.clamp(-1, 1)
+        chunks = torch.cat([actions.flatten(1), valid.float()], 1)
+        return SampledActions(observations, chunks, scored)
+
+    @torch.no_grad()
     def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
         """Samples a chunk for each prompt as in a rollout, at the `Observation` in its metadata["observation"].
 
         seeds: one for each prompt; groups: seeds of their groups. Returns single policy steps, whose prompts have the
-        chunk as metadata["proposal"], in the robot's units."""
+        chunk as metadata["proposal"], in the robot's units, and its seed as metadata["proposal_seed"]."""
         policy = self.policy
         observation = stack_observations([prompt.metadata["observation"] for prompt in prompts])
         prepared, state = policy.prepare(observation), policy.robot_state(observation)
@@ -93,7 +122,8 @@ class OffPolicyAccess:
         for i, prompt in enumerate(prompts):
             row_sampled = {name: values[i] for name, values in sampled.items()}
             policy_steps.append([PolicyStep(prepared[i], state[i], row_sampled, valid)])
-            proposed.append(replace(prompt, metadata={**prompt.metadata, "proposal": actions[i]}))
+            proposal = {"proposal": actions[i], "proposal_seed": seeds[i]}
+            proposed.append(replace(prompt, metadata={**prompt.metadata, **proposal}))
         return policy.make_rollouts([Sample(prompt) for prompt in proposed], policy_steps, single=True)
 
 

@@ -63,6 +63,7 @@ class ActionHead(Choice):
         "regression": "mmrl.policies.vla.settings:RegressionActions",
         "bridge": "mmrl.policies.vla.settings:BridgeActions",
         "gaussian": "mmrl.policies.vla.settings:GaussianActions",
+        "squashed_gaussian": "mmrl.policies.vla.settings:SquashedGaussianActions",
         "l1": "mmrl.policies.vla.settings:L1Actions",
         "invertible": "mmrl.policies.vla.settings:InvertibleActions",
         "latent": "mmrl.policies.vla.settings:LatentActions",
@@ -352,6 +353,27 @@ class GaussianActions(NormalActions):
         return load_attribute("mmrl.policies.vla.heads.gaussian:GaussianHead")(
             self, action, action_dim, state_dim, backbone.width
         )
+
+
+class SquashedGaussianActions(GaussianActions):
+    """Gaussian numbers whose mean an MLP predicts, followed by tanh, so that actions lie in (-1, 1). For
+    algorithm.type=soft_actor_critic; it needs no backbone."""
+
+    equation: ClassVar[str] = (
+        "a = tanh(u), log p(a) = log N(u; mean, (temperature x std)^2) - log(1 - a^2), summed over numbers"
+    )
+    source: ClassVar[str] = "the policy of SAC, arXiv 1812.05905, with a standard deviation that reads no observation"
+    test: ClassVar[str] = "tests/policies/vla/test_squashed.py"
+    type: str = "squashed_gaussian"
+
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
+        return load_attribute("mmrl.policies.vla.heads.gaussian:SquashedGaussianHead")(
+            self, action, action_dim, state_dim, backbone.width
+        )
+
+    @property
+    def offers(self) -> frozenset[Offer]:
+        return super().offers - {"entropy"}
 
 
 class L1Actions(NormalActions):

@@ -44,6 +44,7 @@ EXPLANATIONS = {
     "throughput/*": "amount a second, over the whole step",
     "memory/*": "largest memory of a rank so far, GiB",
     "episode/success_at_end": "share of episodes that stand at their goal when they end",
+    "episode/return": "sum of the simulator's rewards over an episode, mean over the step's episodes",
     "episode/*": "mean over the step's episodes",
     "environment/lost": "conversations that were lost to a failing environment",
     "control/*": "present value of this option, which follows a schedule or a metric",

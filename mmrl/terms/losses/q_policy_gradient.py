@@ -9,7 +9,7 @@ from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
 from mmrl.terms.losses.advantage_weighted import StepReturns
-from mmrl.terms.losses.q_weighted import QFunctions, estimates_of, report_agreement
+from mmrl.terms.losses.q_weighted import PolicyQFunctions, estimates_of, report_agreement
 from mmrl.terms.term import Term
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ class QPolicyGradient(Term):
     equation: ClassVar[str] = (
         "-coefficient min(r A, clamp(r, 1 - clip, 1 + clip) A), A = (Q(s, a) - mean_group Q) / std_group Q"
     )
-    source: ClassVar[str] = "OGPO, arXiv 2605.03065 (a critic as the reward of sampled chunks), with IQL's critic"
+    source: ClassVar[str] = (
+        "OGPO, arXiv 2605.03065 (a critic as the reward of sampled chunks); target=value: with IQL's critic"
+    )
     test: ClassVar[str] = "tests/joints/test_q_policy_gradient.py"
     learns_from_extras: ClassVar[bool] = True
     type: str = "q_policy_gradient"
@@ -35,7 +37,7 @@ class QPolicyGradient(Term):
     clip: float = option(0.2, "bound of the ratio on both sides of 1", gt=0, lt=1)
     scale: Literal["group_std", "none"] = option("group_std", "what advantages are divided by")
     returns: StepReturns = option(StepReturns(), "rewards that Q sums")
-    q: QFunctions = option(QFunctions(), "the Q networks and V")
+    q: PolicyQFunctions = option(PolicyQFunctions(), "the Q networks and V")
 
     @property
     def measurement(self) -> QValues:

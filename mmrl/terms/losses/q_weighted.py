@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.protocols.requirements import Needs
@@ -18,17 +19,25 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Replay, Rollouts
 
 
-class QFunctions(Section):
-    """Q networks with target networks, and a value function V, which learn beside the policy from its features."""
+class QNetworks(Section):
+    """Q networks with target networks, which learn beside the policy from its features."""
 
-    expectile: float = option(
-        0.7, "of Q values that V learns; 0.5: their mean, above it nearer to that of the best actions", gt=0, lt=1
-    )
     members: int = option(2, "Q networks, of which the least counts", ge=1)
     width: int = option(256, "of the two hidden layers of each network", ge=1)
     lr: float = option(3e-4, "learning rate of Adam", gt=0)
     tau: float = option(0.005, "share by which target networks follow in an update", gt=0, le=1)
     updates: int = option(1, "updates of Q and V a training step, on that step's recorded policy steps", ge=1)
+    batch: int | None = option(
+        None, "recorded policy steps of a rank that each of these updates draws; null: all of the training step", ge=1
+    )
+
+
+class QFunctions(QNetworks):
+    """Q networks with target networks, and a value function V, which learn beside the policy from its features."""
+
+    expectile: float = option(
+        0.7, "of Q values that V learns; 0.5: their mean, above it nearer to that of the best actions", gt=0, lt=1
+    )
 
     def measurement(self, returns: StepReturns) -> QValues:
         from mmrl.measurements.q_values import QValues
@@ -42,7 +51,21 @@ class QFunctions(Section):
             self.lr,
             self.tau,
             self.updates,
+            self.batch,
         )
+
+
+class PolicyQFunctions(QFunctions):
+    """Q networks with target networks, whose targets bootstrap from V or from the present policy's own actions."""
+
+    target: Literal["value", "next_action"] = option(
+        "value",
+        "what targets bootstrap from. value: V; next_action: the least Q of a chunk that the present policy samples at "
+        "the next observation",
+    )
+
+    def measurement(self, returns: StepReturns) -> QValues:
+        return replace(super().measurement(returns), next_action=self.target == "next_action")
 
 
 class QWeightedTerm(Term):

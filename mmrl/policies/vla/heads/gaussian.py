@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.policies.vla.heads.head import ActionSampling, EncodedPrefix, LevelledHead, SampledChunks
 from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions, GaussianActions, NormalActions
+
+EDGE = 1e-4  # distance from -1 and 1 of the outermost actions that a squashed Gaussian scores
 
 
 class DiagonalGaussianHead(LevelledHead):
@@ -90,6 +94,34 @@ class GaussianHead(NormalHead):
     def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
         features = prefix.last if self.state_dim == 0 else torch.cat([prefix.last, state.to(prefix.last)], 1)
         return self.layers(features).float().view(-1, *self.shape)
+
+
+class SquashedGaussianHead(GaussianHead):
+    """A Gaussian head whose samples go through tanh, so that actions lie in (-1, 1). The divergence of two policies is
+    that of their Gaussians; the entropy has no closed form."""
+
+    def sample_around(self, mean: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Adds "before_tanh" [n, chunk, action], of which the actions are the tanh."""
+        sampled = super().sample_around(mean, sampling)
+        return {**sampled, "actions": sampled["actions"].tanh(), "before_tanh": sampled["actions"]}
+
+    def score_around(
+        self, mean: Tensor, sampled: SampledChunks, valid: Tensor, old: Tensor | None, reference: Tensor | None
+    ) -> dict[str, Tensor]:
+        before = sampled["before_tanh"]
+        fields = super().score_around(mean, {**sampled, "actions": before}, valid, old, reference)
+        del fields["entropy"]
+        return {**fields, "logp": fields["logp"] - self._by_level(log_slope_of_tanh(before), valid)}
+
+    def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
+        """Adds "before_tanh"; actions at -1 and 1 count as a little smaller ones, since tanh does not reach them."""
+        inside = actions.double().clamp(-1 + EDGE, 1 - EDGE)
+        return {**super().encode_demonstrations(actions, seeds), "before_tanh": inside.atanh().to(actions.dtype)}
+
+
+def log_slope_of_tanh(x: Tensor) -> Tensor:
+    """Computes log(1 - tanh(x)^2) without cancellation, shaped like x."""
+    return 2 * (math.log(2) - x - F.softplus(-2 * x))
 
 
 def gaussian_logp(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:

@@ -1,0 +1,89 @@
+"""Soft actor-critic: off-policy reinforcement learning from stored policy steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.algorithms.algorithm import Algorithm, Reduction
+from mmrl.collection.settings import CollectionSettings, Independent
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+from mmrl.terms.losses.advantage_weighted import StepReturns
+from mmrl.terms.losses.q_gradient import QGradient, SoftQFunctions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class SoftActorCritic(Algorithm):
+    """Off-policy learning: Q networks learn from stored policy steps, and the policy climbs their gradient through its
+    actions. New episodes are stored, and nothing else is learned from them.
+
+    A training step learns from the steps that rollout.extras=[stored_steps] draws, in `minibatches` updates of the
+    policy, after `q.updates` updates of the Q networks. With demonstrations as a second source it is RLPD."""
+
+    equation: ClassVar[str] = QGradient.equation
+    source: ClassVar[str] = (
+        "SAC, arXiv 1812.05905, on chunks of actions as in Q-chunking, arXiv 2507.07969; demonstrations among the "
+        "drawn steps, of=mean and layer normalisation: RLPD, arXiv 2302.02948"
+    )
+    test: ClassVar[str] = "tests/joints/test_q_gradient.py"
+    collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "rollouts"
+    collection: ClassVar[CollectionSettings] = Independent
+    learns_from_extras: ClassVar[bool] = True
+    type: str = "soft_actor_critic"
+    of: Literal["least", "mean"] = option(
+        "least", "what the policy climbs: the least of the Q networks' values, or their mean"
+    )
+    returns: StepReturns = option(StepReturns(simulator_reward=1.0), "rewards that Q sums")
+    q: SoftQFunctions = option(SoftQFunctions(), "the Q networks, and the bonus for entropy")
+
+    @property
+    def actor(self) -> QGradient:
+        """Returns the policy's loss as a term."""
+        return QGradient(of=self.of, returns=self.returns, q=self.q)
+
+    @property
+    def base_needs(self) -> Needs:
+        return self.actor.needs
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """Returns 0, since nothing is learned from what an episode earned as a whole."""
+        import torch
+
+        return torch.zeros(len(batch.rollouts))
+
+    def prepare(self, batch: Batch) -> None:
+        super().prepare(batch)
+        self.actor.prepare(batch)
+
+    def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch
+
+        values, stats = self.actor.values(micro, replay)
+        # In the graph, with a gradient of 0, where no step is recorded yet.
+        return values + replay.logp.where(torch.zeros_like(replay.logp, dtype=torch.bool), 0), stats
+
+    def reduction(self, micro: Rollouts, totals: dict[str, Tensor], length: int, device: torch.device) -> Reduction:
+        reduction = super().reduction(micro, totals, length, device)
+        return Reduction(reduction.mode, learned(micro).to(device), totals, length, reduction.segments)
+
+    def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
+        from mmrl.core.reduce import denominator
+
+        return {"decisions": denominator(learned(micro), mode=self.reduce_mode, segments=self.segments(micro))}
+
+    def counted_mask(self, name: str, micro: Rollouts) -> Tensor:
+        return learned(micro) if name.startswith("q_gradient/") else super().counted_mask(name, micro)
+
+
+def learned(micro: Rollouts) -> Tensor:
+    """Returns which decisions belong to recorded policy steps, [rollout, decision] bool."""
+    import torch
+
+    recorded = torch.tensor(["tail" in sample.prompt.metadata for sample in micro.samples], dtype=torch.bool)
+    return micro.mask & recorded[:, None].to(micro.mask.device)

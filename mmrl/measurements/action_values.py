@@ -1,0 +1,82 @@
+"""Q values of the actions that the present policy would take at recorded observations, with their gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.measurements.q_values import QValues
+from mmrl.protocols.abilities import DifferentiableActions, OffPolicyLearning
+from mmrl.protocols.measurement import ReplayedContext, ReplayedMeasurement
+from mmrl.protocols.offers import Offer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.rollouts import Rollouts
+
+
+@dataclass(frozen=True)
+class SampledActionValues:
+    """Columns of a micro-batch of n rollouts, of which some are recorded policy steps. temperature: the weight of the
+    entropy, 0 where it does not count."""
+
+    recorded: Tensor  # [n] bool, which rollouts are recorded policy steps
+    q: Tensor  # [n] float64, of a chunk that the policy samples there, with a gradient; 0 for other rollouts
+    logp: Tensor  # [n] float64, of that chunk, with a gradient; 0 for others, and where entropy does not count
+    temperature: float
+
+
+@dataclass(frozen=True)
+class ActionValues(ReplayedMeasurement[SampledActionValues]):
+    """The Q value of a chunk of actions that the policy samples at each recorded observation of a micro-batch, as a
+    function of the policy's weights (the actor's part of SAC, arXiv 1812.05905, and of DDPG, arXiv 1509.02971).
+
+    values: which measures and trains the Q networks. of: of the networks' Q values the least counts, or their mean.
+    """
+
+    values: QValues
+    of: Literal["least", "mean"]
+    requires: ClassVar[type] = OffPolicyLearning
+    cost: ClassVar[str] = "a further forward and backward pass of the policy for each recorded step"
+
+    @property
+    def name(self) -> str:
+        return f"action_values {self.of} {self.values.name}"
+
+    @property
+    def offers(self) -> frozenset[Offer]:
+        return frozenset({DifferentiableActions})
+
+    def measure(self, micro: Rollouts, context: ReplayedContext) -> SampledActionValues:
+        import torch
+
+        from mmrl.samplers.chain import derive_seed
+
+        recorded = torch.tensor(["tail" in sample.prompt.metadata for sample in micro.samples], dtype=torch.bool)
+        rows = recorded.nonzero().flatten()
+        zeros = torch.zeros(len(micro), dtype=torch.float64)
+        if not len(rows):
+            return SampledActionValues(recorded, zeros, zeros, 0.0)
+        seeds = [noise_seed(micro, row, derive_seed(context.seed, context.step)) for row in rows.tolist()]
+        entropy_counts = bool(self.values.temperature)
+        sampled = context.policy.off_policy.resample(micro, rows.tolist(), seeds, logp=entropy_counts)
+        pairs = torch.cat([sampled.observations, sampled.chunks.to(sampled.observations)], 1)
+        networks = self.values.q_networks(context.modules, pairs.shape[1], context.seed)
+        by_member = networks.module.fixed(pairs)
+        q = zeros.index_put((rows,), by_member.amin(0) if self.of == "least" else by_member.mean(0))
+        temperature = self.values.entropy_temperature(context.modules)
+        if temperature is None or sampled.logp is None:
+            return SampledActionValues(recorded, q, zeros, 0.0)
+        logp = zeros.index_put((rows,), sampled.logp.double().to(zeros.device))
+        return SampledActionValues(recorded, q, logp, float(temperature.module.value))
+
+
+def noise_seed(micro: Rollouts, row: int, seed: int) -> int:
+    """Returns the seed of the chunk that is sampled for a recorded step, another one for each copy of the step. micro:
+    a micro-batch; row: among its rollouts; seed: of the training step."""
+    from mmrl.samplers.chain import derive_seed
+
+    metadata = micro.samples[row].prompt.metadata
+    proposal = metadata.get("proposal_seed", 0)
+    return derive_seed(derive_seed(seed, proposal), -int(micro.group[row]))

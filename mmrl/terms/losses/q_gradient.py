@@ -1,0 +1,106 @@
+"""Gradients of Q networks through the policy's actions: the actor of SAC."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import Section, option
+from mmrl.terms.losses.advantage_weighted import StepReturns
+from mmrl.terms.losses.q_weighted import QNetworks, report_agreement
+from mmrl.terms.term import Term
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.measurements.action_values import ActionValues
+    from mmrl.measurements.q_values import QValues
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class EntropyBonus(Section):
+    """The weight of the policy's entropy in the targets of Q and in the policy's objective."""
+
+    temperature: float = option(0.1, "weight before training", gt=0)
+    target: float | None = option(
+        -1.0,
+        "entropy in nats per number of a chunk, to which the weight is adapted; null: the weight is fixed",
+    )
+    lr: float = option(3e-4, "learning rate of the weight's logarithm", gt=0)
+
+
+class SoftQFunctions(QNetworks):
+    """Q networks with target networks, whose targets bootstrap from the present policy's own actions and entropy."""
+
+    entropy: EntropyBonus | None = option(EntropyBonus(), "bonus for entropy; null: none")
+
+    def measurement(self, returns: StepReturns) -> QValues:
+        from mmrl.measurements.q_values import QValues
+
+        bonus = self.entropy
+        return QValues(
+            returns.gamma,
+            returns.simulator_reward,
+            0.5,
+            self.members,
+            self.width,
+            self.lr,
+            self.tau,
+            self.updates,
+            self.batch,
+            next_action=True,
+            temperature=0.0 if bonus is None else bonus.temperature,
+            temperature_lr=0.0 if bonus is None else bonus.lr,
+            entropy=None if bonus is None else bonus.target,
+        )
+
+
+class QGradient(Term):
+    """The Q value of an action that the policy samples at each recorded observation: its gradient goes through the
+    action. Q networks learn from recorded steps, which rollout.extras=[stored_steps] brings; with
+    rollout.extras=[action_proposals] it goes with action heads that cannot score recorded actions too."""
+
+    equation: ClassVar[str] = (
+        "coefficient (temperature log pi(a | s) - min_i Q_i(s, a)), a = a(s, noise) of the present policy, s recorded; "
+        "Q_i: (r + gamma^k (min_j Q'_j(s', a') - temperature log pi(a' | s')) - Q_i(s, a))^2"
+    )
+    source: ClassVar[str] = (
+        "the actor of SAC, arXiv 1812.05905, on chunks of actions as in Q-chunking, arXiv 2507.07969; of=mean as in "
+        "RLPD, arXiv 2302.02948"
+    )
+    test: ClassVar[str] = "tests/joints/test_q_gradient.py"
+    learns_from_extras: ClassVar[bool] = True
+    type: str = "q_gradient"
+    coefficient: Schedule = number(1.0, "weight of the term", ge=0)
+    of: Literal["least", "mean"] = option("least", "of the Q networks' values the least counts, or their mean")
+    returns: StepReturns = option(StepReturns(), "rewards that Q sums")
+    q: SoftQFunctions = option(SoftQFunctions(), "the Q networks, and the bonus for entropy")
+
+    @property
+    def values_of_actions(self) -> ActionValues:
+        from mmrl.measurements.action_values import ActionValues
+
+        return ActionValues(self.q.measurement(self.returns), self.of)
+
+    @property
+    def needs(self) -> Needs:
+        measured = self.values_of_actions
+        return Needs(measurements=(measured.values, measured))
+
+    def prepare(self, batch: Batch) -> None:
+        report_agreement(batch, self.q.measurement(self.returns), self.returns)
+
+    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch
+
+        sampled = replay.extras[self.values_of_actions.name]
+        cost = (sampled.temperature * sampled.logp - sampled.q).to(replay.logp)
+        shape, recorded = replay.logp.shape, sampled.recorded.to(replay.logp.device)[:, None]
+        columns = {"q": sampled.q, "logp": sampled.logp, "temperature": torch.full_like(sampled.q, sampled.temperature)}
+        stats = {
+            f"q_gradient/{name}": column.detach().to(replay.logp)[:, None].expand(shape).where(recorded, torch.nan)
+            for name, column in columns.items()
+        }
+        return self.coefficient.value * cost[:, None].expand(shape), stats
