@@ -93,8 +93,8 @@ def check_turns(config: Config, task: Task) -> None:
     if shaper is not None:
         raise ValueError(
             f"algorithm.shaping ({shaper}) computes advantages from rewards of turns, but task.environment gives none, "
-            "so nothing would be learned; set a reward for a tool in task.environment.tools, or use turn_returns with "
-            "a reward of the task as its answer"
+            "so nothing would be learned; set a reward for a tool in task.environment.tools, or use turn_returns and "
+            "set its key `answer` to a reward of the task"
         )
 
 

@@ -255,7 +255,7 @@ def test_half_precision_needs_master_weights(refusal, config):
         (["model.path=a", "model.build=b:c"], "model: path and build"),
         (["model.path=a", "model.warm_start=b.yaml"], "model: path and warm_start"),
         (["rollout.dynamic_sampling={low: 0.5, high: 0.4}"], "rollout.dynamic_sampling: low=0.5 is above high=0.4"),
-        (["optim.hold_steps=3"], "optim: hold_steps=3 leaves nothing to learn"),
+        (["optim.hold_steps=3"], "optim: hold_steps=3 holds all parameters, so nothing is learned"),
         (
             ["rollout.max_response_length={type: additive, start: 9, metric: m, target: 1, rate: 1, low: 4}"],
             "rollout: max_response_length has no upper bound; set its `high`",
@@ -314,13 +314,13 @@ PARTIAL = ["rollout.generator.partial={oversample: 4, segment: 64}"]
         ([*COLOCATED, *PARTIAL, "rollout.micro_batch=8"], "set rollout.micro_batch=null"),
         (
             [*SERVER, *PARTIAL, "rollout.generator.async_steps=1", "rollout.generator.partial.max_staleness=1"],
-            "rollout.generator: partial.max_staleness=1 leaves no step with async_steps=1",
+            "rollout.generator: partial.max_staleness=1 must be more than async_steps=1",
         ),
         ([*COLOCATED, "rollout.generator.servers=2"], "unknown key rollout.generator.servers"),
         ([*COLOCATED, "rollout.generator.ray=auto"], "unknown key rollout.generator.ray"),
         (
             [*SERVER, "rollout.generator.ray=auto", "rollout.generator.addresses=[http://host:80]"],
-            "rollout.generator: ray=auto starts engines, and addresses names some; keep one",
+            "rollout.generator: ray=auto starts engines, but addresses names running ones; remove one",
         ),
         ([*SERVER, "rollout.generator.addresses=[host:80]"], "'host:80' is not an address; write http"),
     ],

@@ -95,12 +95,15 @@ def check_warm_start(final: Path, config: Tree, path: str) -> bool:
     if not final.is_dir():
         return False
     if (wrong := files.find_damage(final)) is not None:
-        raise UserError(f"model.warm_start={path}: {final}: {wrong}; remove it and the warm start is run again")
+        raise UserError(
+            f"model.warm_start={path}: {final} is damaged ({wrong}); remove this folder, so that the warm start is run "
+            "again"
+        )
     origin = read_origin(final)
     assert origin is not None
     for key, (old, new) in differences(origin["config"], config, NEUTRAL_KEYS).items():
         raise UserError(
-            f"model.warm_start={path}: {final} was trained with {key}={old!r}, not {new!r}; restore it, or remove "
-            f"{final.parent} and the warm start is run again"
+            f"model.warm_start={path}: {final} was trained with {key}={old!r}, not {new!r}; set {key} to its old "
+            f"value, or remove {final.parent}, so that the warm start is run again"
         )
     return True

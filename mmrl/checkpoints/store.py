@@ -154,7 +154,7 @@ def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> P
             engine.barrier()
             return path
         damaged.append(path)
-        say(f"checkpoint {path} is damaged and passed over: {reasons[0]}")
+        say(f"checkpoint {path} is damaged and is not used: {reasons[0]}")
     if candidates:
         raise UserError(f"no checkpoint in {folder} is intact (see above); name another run_dir, or remove this one")
     return None
@@ -214,8 +214,8 @@ def load(path: Path, engine: Engine) -> dict[str, Any]:
     layout = read_state(path)["layout"]
     if layout["frozen"] != engine.frozen_digest:
         raise UserError(
-            f"the frozen weights of the model differ from those that {path} was trained with, which it does not hold; "
-            "set model.path to the same weights as before"
+            f"{path} was trained with other frozen weights than those at model.path, and does not contain them; set "
+            "model.path to the weights that the run began with"
         )
     before, ranks = layout["zero_stage"], layout["ranks"]
     engine.load(path, before, ranks)
@@ -241,7 +241,7 @@ def shared_rewards(states: list[dict[str, Any]], engine: Engine, path: Path) -> 
         name = next(name for state in states for name in state)
         raise UserError(
             f"reward {name!r} has a state for each rank, and {path} was written by {len(states)} ranks, not "
-            f"{engine.world}; resume with {len(states)}"
+            f"{engine.world}; resume with {len(states)} ranks"
         )
     return states[engine.rank % len(states)]
 
@@ -253,7 +253,7 @@ def redealt(pending: list[dict[str, Any]], engine: Engine, path: Path) -> dict[s
         if any(by_rank) and len(pending) != engine.world:
             raise UserError(
                 f"rollout.extras.{i} has a state for each rank, and {path} was written by {len(pending)} ranks, not "
-                f"{engine.world}; resume with {len(pending)}"
+                f"{engine.world}; resume with {len(pending)} ranks"
             )
     rounds = dealt([state["rounds"] for state in pending], engine.rank, engine.world)
     return {"rounds": rounds, "extras": pending[engine.rank % len(pending)]["extras"]}

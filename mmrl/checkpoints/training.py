@@ -59,9 +59,9 @@ def resume_obstacle(key: str, before: object, after: object) -> str | None:
     """Returns why a run cannot be resumed with another value of a key even if checkpoint.may_change names it; None
     where it can. before, after: the two values."""
     if _under(key, SHAPES) or not _under(key, NUMBERS):
-        return f"{key} decides what a checkpoint holds"
+        return f"{key} cannot change, since the content of a checkpoint depends on it"
     if not _differ_in_numbers_only(before, after):
-        return f"more than numbers of {key} would change"
+        return f"only numbers in {key} may change, not its structure"
     return None
 
 

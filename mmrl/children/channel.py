@@ -40,7 +40,7 @@ class Patience:
         if now >= self._end:
             raise TimeoutError(f"no answer in {self.limit_s:g} s")
         if now >= self._silent:
-            raise TimeoutError(f"no sign of life in {self.silent_s:g} s")
+            raise TimeoutError(f"no heartbeat in {self.silent_s:g} s")
         left = min(self._end - now, self._silent - now, math.inf if self.poll is None else POLL_S)
         return None if left == math.inf else left
 
@@ -66,7 +66,7 @@ class Channel:
         while not (size := int.from_bytes(self._exactly(LENGTH, patience), "big")):
             pass
         if size > max_bytes:
-            raise ValueError(f"an answer of {size} bytes, more than {max_bytes:g}")
+            raise ValueError(f"the answer has {size} bytes, more than the limit of {max_bytes:g}")
         return self._exactly(size, patience)
 
     def ask(self, payload: bytes, patience: Patience, max_bytes: float = math.inf) -> bytearray:
@@ -91,7 +91,7 @@ class Channel:
                     patience.poll()
                 continue
             if not got:
-                raise ConnectionResetError("the other side ended")
+                raise ConnectionResetError("the other process closed the connection")
             view = view[got:]
             patience.heard()
         return buffer

@@ -157,12 +157,12 @@ class ForkedProcess:
             received = self.channel.ask(pickle.dumps((self._requests, request)), Patience(deadline_s), max_bytes)
             answer = decode_mapping(received, records=self.fork_server.records)
             if answer.get("number") != self._requests:
-                raise ValueError("an answer without a request")
+                raise ValueError("the answer belongs to another request")
         except (TimeoutError, ConnectionError, ValueError) as error:
             if (why := self.fork_server.terminate(self)) is None and isinstance(error, TimeoutError):
                 raise
             cause = " ".join(str(error).split())
-            raise ConnectionAbortedError(why or f"its process ended or answered nonsense ({cause})") from error
+            raise ConnectionAbortedError(why or f"its process ended or sent an invalid answer ({cause})") from error
         self._spent = answer.get("spent") is True
         return answer
 

@@ -66,7 +66,7 @@ def _watched(
         for pid in list(workers):
             if (count := tasks_below(pid)) > limits.processes:
                 _end(pid, workers)
-                ended[pid] = f"{count} processes and threads of it are more than limits.processes={limits.processes}"
+                ended[pid] = f"it has {count} processes and threads, more than limits.processes={limits.processes}"
     data, sockets, *_ = socket.recv_fds(control, ORDER.size, 1)
     return (data, sockets) if data else None
 

@@ -74,7 +74,7 @@ def decode_mapping(
     """Decodes a message as `decode`; raises ValueError for anything but a mapping, too."""
     value = decode(message, shared, records)
     if not isinstance(value, dict):
-        raise ValueError("an answer that is not an object")
+        raise ValueError("the answer is not a mapping")
     return value
 
 
@@ -214,7 +214,7 @@ class Reader:
         kind = vars(sys.modules[module])[name] if module in sys.modules else None
         if isinstance(kind, type) and is_dataclass(kind) and (self.records is None or kind in self.records):
             return kind
-        raise ValueError(f"{module}:{name} is not a record that is known here")
+        raise ValueError(f"{module}:{name} is not one of the data classes that may be received here")
 
 
 def image(mode: str, size: list[int], pixels: memoryview) -> Image.Image:
@@ -223,5 +223,5 @@ def image(mode: str, size: list[int], pixels: memoryview) -> Image.Image:
 
     width, height = size
     if mode not in MODES or width * height > 8 * len(pixels):  # of mode 1 a byte holds eight pixels
-        raise ValueError(f"no image: {mode} {size} of {len(pixels)} bytes")
+        raise ValueError(f"{len(pixels)} bytes are not an image of mode {mode} and size {size}")
     return Image.frombytes(mode, (width, height), bytes(pixels))

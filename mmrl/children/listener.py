@@ -53,7 +53,7 @@ class Listener:
             with suppress(queue.Empty):
                 return Channel(self._callers.get(timeout=POLL_S))
             poll()
-        raise TimeoutError(f"no call in {limit_s:g} s")
+        raise TimeoutError(f"no process connected within {limit_s:g} s")
 
     def close(self) -> None:
         self._closed = True

@@ -51,7 +51,7 @@ class Cluster:
             self._join(address)
             _joined = address
         elif _joined not in (None, address):
-            raise UserError(f"{self.name}: this process is in the Ray cluster {_joined} already; name the same one")
+            raise UserError(f"{self.name}: this process is already in the Ray cluster {_joined}; set that address")
         self.host: str = ray.util.get_node_ip_address()
 
     def _join(self, address: str) -> None:
@@ -88,8 +88,8 @@ class Cluster:
 
         free = ray.available_resources()
         return (
-            f"{self.name}: no host of the Ray cluster has given room for 1 CPU and {gpus} GPUs; free on all together "
-            f"are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
+            f"{self.name}: no host of the Ray cluster has 1 CPU and {gpus} GPUs free; all hosts together have "
+            f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free"
         )
 
 

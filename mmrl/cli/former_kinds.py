@@ -134,7 +134,7 @@ def _require_single(value: T, key: str | None) -> T:
     """Returns `value`. Raises UserError if it is a choice that is several choices now: its key holds only one."""
     if len(current := _current_trees(value, key)) > 1:
         choices = " and ".join(map(as_yaml, current))
-        raise UserError(f"{key}: {as_yaml(value)} is {choices} now, but {key} takes one; keep one of them")
+        raise UserError(f"{key}: {as_yaml(value)} became {choices}, but {key} takes only one; write one of them")
     return value
 
 

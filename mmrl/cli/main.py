@@ -112,7 +112,7 @@ def _add_training(commands: Commands) -> None:
     ):
         train = commands.add_parser(name, help=text)
         train.add_argument("--print-config", action="store_true", help="print the complete configuration and stop")
-        text = "print the batch arithmetic, run one step, keep nothing"
+        text = "print the batch arithmetic, run one step, save nothing"
         train.add_argument("--dry-run", action="store_true", help=text)
         text = (
             "with --dry-run: GPUs that the job is meant for, as GiB or names (80,48,rtx4090); nothing is loaded or run"
@@ -380,7 +380,7 @@ def last_line(job: Job, dry: bool) -> str:
     """Returns the line that a run ends with: how to continue it, or its summary."""
     if job.stopped:
         return f"stopped at step {job.step} and saved; to continue, repeat the command with checkpoint.resume=auto"
-    return "dry run: one step done, nothing kept" if dry else summary(job.accuracies, Path(job.config.run_dir))
+    return "dry run: one step done, nothing saved" if dry else summary(job.accuracies, Path(job.config.run_dir))
 
 
 def summary(accuracies: dict[str, float], folder: Path) -> str:

@@ -33,8 +33,8 @@ class Guidance(ExtraSource):
 
         if isinstance(context.task, TaskWithDemonstrations):
             raise UserError(
-                f"rollout.extras ({self.type}) needs prompts that hold their demonstration, and task.demonstrations "
-                "are episodes of their own; use demonstrations or expert_labels"
+                f"rollout.extras ({self.type}) needs a demonstration in the metadata of each prompt, but "
+                "task.demonstrations has episodes with other prompts; use type demonstrations or expert_labels"
             )
         self._context = context
 

@@ -29,7 +29,7 @@ class GeneratorWeights:
     def send(self, version: int, metrics: Metrics) -> None:
         """Sends the present weights, those after `version` training steps, to the generator. A collective."""
         if self.generator is None:
-            raise ValueError("the policy samples itself: there is no generator to send weights to")
+            raise ValueError("this policy has no generator (rollout.generator), to which weights could be sent")
         metrics.set(self.generator.sync_weights())
         self.version, self.stale = version, False
 

@@ -86,7 +86,7 @@ class ReadAhead:
         if not (self._warned or reason.startswith(RowError.__name__)):
             self._warned = True
             log.warning(
-                "prompt %s (index %d) could not be read ahead in another process: %s; it was read when it was needed",
+                "prompt %s (index %d) could not be read ahead by a reader process: %s; the training process reads it",
                 prompt.id,
                 index,
                 reason,

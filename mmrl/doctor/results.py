@@ -61,7 +61,7 @@ ADVICE = (
     ),
     (r"no C\+\+ compiler|nvcc", "install g++ and the CUDA toolkit (nvcc), or a wheel with prebuilt kernels"),
     (
-        r"is wrong: differs from the torch reference",
+        r"is wrong: differs from plain PyTorch",
         "set kernels.backend=torch and report it with this page",
     ),
     (

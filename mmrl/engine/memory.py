@@ -184,5 +184,5 @@ def memory_estimate(module: nn.Module, zero_stage: int, world: int, dtype: str, 
     named = ", ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items())
     return [
         f"{num_all / 1e6:.2f}M parameters, {num_trained / 1e6:.2f}M trained",
-        f"a rank holds {sum(parts.values()) / MIB:.1f} MiB ({named}), and activations besides",
+        f"a rank holds {sum(parts.values()) / MIB:.1f} MiB ({named}), not counting activations",
     ]

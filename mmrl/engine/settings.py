@@ -72,7 +72,10 @@ class Optim(Choice):
     @model_validator(mode="after")
     def _somebody_learns(self) -> Optim:
         if self.hold_steps and not self.groups:
-            raise ValueError(f"hold_steps={self.hold_steps} leaves nothing to learn: name optim.groups, such as critic")
+            raise ValueError(
+                f"hold_steps={self.hold_steps} holds all parameters, so nothing is learned; set optim.groups to those "
+                "that learn meanwhile, such as critic"
+            )
         return self
 
 

@@ -179,18 +179,20 @@ class VLLMServer(VLLMGenerator):
         """Raises ValueError for addresses without http, addresses beside Ray, and partial rollouts that can not go with
         async_steps."""
         if self.ray and self.addresses:
-            raise ValueError(f"ray={self.ray} starts engines, and addresses names some; keep one")
+            raise ValueError(
+                f"ray={self.ray} starts engines, but addresses names running ones; remove one of these keys"
+            )
         if wrong := [address for address in self.addresses if not address.startswith(("http://", "https://"))]:
             raise ValueError(f"addresses: {wrong[0]!r} is not an address; write http://HOST:PORT")
         if self.partial is not None and self.async_steps > 1:
             raise ValueError(
-                f"async_steps={self.async_steps} makes several batches with the same weights, while partial lets "
-                "responses go on with new ones; set async_steps to 1, or partial to null"
+                f"async_steps={self.async_steps} samples several batches with the same weights, but with partial a "
+                "response continues with newer weights; set async_steps to 1, or partial to null"
             )
         if self.partial is not None and self.partial.max_staleness <= self.async_steps:
             raise ValueError(
-                f"partial.max_staleness={self.partial.max_staleness} leaves no step with async_steps="
-                f"{self.async_steps}; raise it"
+                f"partial.max_staleness={self.partial.max_staleness} must be more than async_steps={self.async_steps}, "
+                "since every response is that many steps old already; raise partial.max_staleness"
             )
         return self
 
@@ -231,18 +233,19 @@ class RolloutWorkers(Section):
             return
         if offers & {"matching", "contrast", "image_gradient"}:
             raise ValueError(
-                f"{ahead} is corrected by the logprob of each decision, which this job does not have: take a "
-                "likelihood of type chain, or set async_steps to 0"
+                f"{ahead} needs the log-probability of each decision to correct for older weights, which this job's "
+                "likelihood does not give; set its type to chain, or set async_steps to 0"
             )
         bound = next((measurement for measurement in needs.measurements if measurement.needs_sampling_weights), None)
         if bound is not None:
             raise ValueError(
-                f"{ahead}: the algorithm needs {bound.cost}, by the weights that made the rollouts, which are trained "
-                "on meanwhile; set async_steps to 0"
+                f"{ahead}: the algorithm needs {bound.cost}, computed with the weights that sampled the rollouts, but "
+                "these weights have changed by then; set async_steps to 0"
             )
         if temperature is not None and not isinstance(temperature, Constant):
             raise ValueError(
-                f"rollout.temperature changes, but with {ahead} rollouts are made while it does; set async_steps to 0"
+                f"rollout.temperature follows a schedule, but with {ahead} rollouts are sampled during earlier steps; "
+                "set async_steps to 0, or rollout.temperature to a number"
             )
 
     @property

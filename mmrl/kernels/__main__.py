@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
         except KernelError as error:
             print(error, file=sys.stderr)
             return 2
-        print("\n".join(map(str, paths)) or "no compiler found: the torch reference computes")
+        print("\n".join(map(str, paths)) or "no compiler found: plain PyTorch is used instead")
         if missing:
             print(missing)
     elif arguments == ["status"]:

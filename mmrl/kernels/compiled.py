@@ -57,7 +57,7 @@ def _ready(device: str) -> bool:
     if device not in _state:
         _load(device)
         if _state[device] and os.environ.get("RANK", "0") == "0":  # once for all ranks
-            _log.warning("no compiled kernels for %s, the torch reference computes: %s", device, _state[device])
+            _log.warning("no compiled kernels for %s, plain PyTorch is used instead: %s", device, _state[device])
     return not _state[device]
 
 

@@ -155,7 +155,10 @@ def token_logprob(
     Gradients flow to `logits` from all three results; of full size only the logits are kept for them.
     """
     if logits.dim() == 0 or logits.shape[:-1] != targets.shape:
-        raise ValueError(f"targets {list(targets.shape)} must have the shape of logits {list(logits.shape)} less V")
+        raise ValueError(
+            f"targets have shape {list(targets.shape)}, but logits have {list(logits.shape)}, which must be the same "
+            "without the last dimension"
+        )
     _fits("logits", logits, logits.shape, logits)
     _fits("targets", targets, targets.shape, logits, (torch.int64,))
     scale = _inverse(temperature)
@@ -185,7 +188,10 @@ def hidden_logprob(
     [any number] int64 are impossible. Logits are made again in backward. Gradients flow to `hidden` and `weight`.
     """
     if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"targets {list(targets.shape)} must have the shape of hidden {list(hidden.shape)} less H")
+        raise ValueError(
+            f"targets have shape {list(targets.shape)}, but hidden has {list(hidden.shape)}, which must be the same "
+            "without the last dimension"
+        )
     _fits("hidden", hidden, hidden.shape, hidden)
     if weight.dim() != 2:
         raise ValueError(f"weight must be [V, H], got {list(weight.shape)}")

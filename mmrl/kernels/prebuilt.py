@@ -40,7 +40,7 @@ def build(into: Path | None = None) -> tuple[list[Path], str]:
         path = toolchain.built("cuda", folder)
         manifest[path.name] = {"kind": "cuda", "cuda": toolchain.toolkit(), "architectures": list(architectures)}
         absent = [f"sm_{a}" for a in toolchain.CUDA_ARCHITECTURES if a not in architectures]
-        missing = f"this nvcc does not know {', '.join(absent)}" if absent else ""
+        missing = f"this nvcc does not support {', '.join(absent)}" if absent else ""
     for lock in folder.glob("*.lock"):
         lock.unlink()
     for name, facts in manifest.items():
@@ -60,7 +60,7 @@ def fitting(kind: str) -> tuple[Path | None, str]:
         wanted = {name: facts for name, facts in manifest.items() if facts["kind"] == kind}
         reasons = {name: _unfit(folder / name, facts) for name, facts in wanted.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return None, f"{folder / MANIFEST} can not be read: {error}"
+        return None, f"{folder / MANIFEST} cannot be read: {error}"
     good = [name for name, reason in reasons.items() if not reason]
     if good:
         return folder / good[0], ""
@@ -72,7 +72,7 @@ def _unfit(path: Path, facts: dict[str, Any]) -> str:
     if facts["machine"] != platform.machine():
         return f"it is for {facts['machine']}, this is {platform.machine()}"
     if facts["sources"] != toolchain.sources():
-        return "it was made of other sources than these"
+        return "it was built from other source files than those installed"
     if Version(torch.__version__) < Version(OLDEST_TORCH):
         return f"it needs torch {OLDEST_TORCH} or later, this is {torch.__version__}"
     if facts["kind"] == "cpu" and facts["level"] != toolchain.level():
@@ -81,14 +81,14 @@ def _unfit(path: Path, facts: dict[str, Any]) -> str:
         return reason
     if not path.is_file():
         return f"{path.name} is missing"
-    return "" if _digest(path) == facts["sha256"] else f"{path.name} is not what its manifest says"
+    return "" if _digest(path) == facts["sha256"] else f"{path.name} has another checksum than its manifest says"
 
 
 def _other_cuda(facts: dict[str, Any]) -> str:
     """The reason why the CUDA library can not run with this torch or on this GPU; "" where it can."""
     major = facts["cuda"].split(".")[0]
     if torch.version.cuda is None or torch.version.cuda.split(".")[0] != major:
-        return f"it was made with CUDA {facts['cuda']}, this torch with {torch.version.cuda}"
+        return f"it was built with CUDA {facts['cuda']}, this torch with {torch.version.cuda}"
     if not torch.cuda.is_available():
         return ""
     return _other_gpu(torch.cuda.get_device_capability(), facts["architectures"])

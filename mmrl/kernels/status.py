@@ -38,9 +38,9 @@ def _health(kind: compiled.Backend) -> Health:
     if why := compiled._state[kind]:
         compiler = "sudo apt-get install g++" if kind == "cpu" else "sudo apt-get install nvidia-cuda-toolkit"
         fix = BUILD if toolchain.compiler(kind) else f"{compiler} && {BUILD}"
-        return Health(f"{kind}: not usable, the torch reference computes: {why}", fix)
+        return Health(f"{kind}: not usable, plain PyTorch is used instead: {why}", fix)
     if wrong := [name for name, call in _calls(kind).items() if not _agree(kind, call)]:
-        summary = f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
+        summary = f"{kind}: {', '.join(wrong)} is wrong: differs from plain PyTorch; set kernels.backend=torch"
         return Health(summary, f"rm {compiled.loaded[kind]} && {BUILD}")
     return Health(f"{kind}: built, loaded, numerically right ({compiled.loaded[kind]})")
 

@@ -344,8 +344,8 @@ class TeacherDistributions(PreparedMeasurement["TeacherChoices"]):
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> TeacherChoices:
         if ALTERNATIVES in rollouts.extras:
             raise UserError(
-                "two parts of the algorithm list alternative tokens, but only one can; remove one, or set its "
-                "estimator to sampled"
+                "two parts of the algorithm request a teacher's most likely tokens, but only one may; remove one, "
+                "or set its estimator to sampled"
             )
         return self.teacher.choices(rollouts, context, self.count)
 

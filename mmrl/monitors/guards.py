@@ -84,7 +84,9 @@ class Restore(Action):
     def act(self, run: GuardedRun, reason: str) -> None:
         checkpoint = run.go_back()
         run.scale_lr(self.factor)
-        run.line(f"guard: {reason}; back to {checkpoint}, with the learning rate multiplied by {self.factor:g}")
+        run.line(
+            f"guard: {reason}; the run goes back to {checkpoint}, with the learning rate multiplied by {self.factor:g}"
+        )
 
 
 class Stop(Action):

@@ -54,7 +54,7 @@ def test_signs_of_life_are_no_answer_and_keep_it_awaited(ends):
     timers = [later(0.3 * k, theirs.send) for k in (1, 2, 3)]
     timers.append(later(1.2, theirs.send, b"answer"))
     assert ours.receive(Patience(20, silent_s=0.8)) == b"answer"
-    with pytest.raises(TimeoutError, match="^no sign of life in 0.2 s$"):
+    with pytest.raises(TimeoutError, match="^no heartbeat in 0.2 s$"):
         ours.receive(Patience(20, silent_s=0.2))
     for timer in timers:
         timer.join()
@@ -107,7 +107,7 @@ def test_an_end_is_noticed_and_so_is_what_looking_finds(ends):
         ours.receive(Patience(20, poll=look))
     assert 1.0 <= time.monotonic() - began < 5
     theirs.close()
-    with pytest.raises(ConnectionError, match="the other side ended"):
+    with pytest.raises(ConnectionError, match="the other process closed the connection"):
         ours.receive()
 
 

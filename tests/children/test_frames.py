@@ -140,7 +140,7 @@ def test_nothing_but_known_records_is_made(module, name):
     assert own in message
     forged = message.replace(own, f'["{module}", "{name}"'.encode())
     forged = len(forged[8:].rstrip()).to_bytes(8, "little") + forged[8:].rstrip()
-    with pytest.raises(ValueError, match="not a record"):
+    with pytest.raises(ValueError, match="not one of the data classes"):
         decode(forged)
     with pytest.raises(ValueError):
         decode(pickle.dumps(1))
@@ -153,7 +153,7 @@ def test_of_one_that_nobody_vouches_for_only_some_records_are_made():
     assert came.role == "user" and came.parts[0] == "a" and came.parts[1].fps == 3.0
     assert came.parts[1].frames[0].tobytes() == bytes([1, 2, 3, 1, 2, 3])
     for records in ((), (Message,)):
-        with pytest.raises(ValueError, match="mmrl.rollouts:(Message|Video) is not a record that is known here"):
+        with pytest.raises(ValueError, match="mmrl.rollouts:(Message|Video) is not one of the data classes"):
             decode(message, records=records)
 
 

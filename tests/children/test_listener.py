@@ -28,7 +28,7 @@ def test_only_who_has_the_key_comes_in(door):
     talker.sendall(b"0" * 64)
     with pytest.raises((AuthenticationError, EOFError, OSError)):
         dial(*door.address, "another key")
-    with pytest.raises(TimeoutError, match="no call in 0.3 s"):
+    with pytest.raises(TimeoutError, match="no process connected within 0.3 s"):
         door.accept(nothing, 0.3)
     callers = []
     thread = threading.Thread(target=lambda: callers.append(dial(*door.address, door.key)))

@@ -183,8 +183,8 @@ def test_no_room_is_one_line(nodes, monkeypatch, caplog):
     monkeypatch.setattr(placement, "NOTICE_S", 0.2)
     placed = Cluster("auto", "rollout.generator.ray").allocate(gpus=2)
     wanted = (
-        r"rollout.generator.ray=auto: no host .* given room for 1 CPU and 2 GPUs; "
-        r"free on all together are 4 CPUs and 0 GPUs"
+        r"rollout.generator.ray=auto: no host .* has 1 CPU and 2 GPUs free; "
+        r"all hosts together have 4 CPUs and 0 GPUs free"
     )
     with pytest.raises(UserError, match=wanted):
         placed.room(0.4)

@@ -173,7 +173,7 @@ def test_a_machine_without_a_compiler_runs_and_one_line_says_so(tmp_path):
     result = mmrl(tmp_path, "train", recipe, *settings, **nothing)
     assert (result.code, result.err) == (0, "")
     said = [line for line in result.out.splitlines() if "kernels" in line]
-    assert said == ["no compiled kernels for cpu, the torch reference computes: no C++ compiler found"]
+    assert said == ["no compiled kernels for cpu, plain PyTorch is used instead: no C++ compiler found"]
     refused = mmrl(
         tmp_path, "train", recipe, *settings, f"run_dir={tmp_path / 'other'}", "kernels.backend=cpu", **nothing
     )

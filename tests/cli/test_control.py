@@ -47,5 +47,5 @@ def test_what_is_given_wins():
 
 @pytest.mark.parametrize("recipe", ["visual_qa_digits_warm_start", "image_digits_dpo_offline"])
 def test_a_recipe_without_rewards_has_none(recipe):
-    with pytest.raises(UserError, match=f"^{recipe} has no control: algorithm.type=.* learns from no reward$"):
+    with pytest.raises(UserError, match=f"but {recipe} has none: algorithm.type=.* learns without rewards$"):
         controlled(recipe)

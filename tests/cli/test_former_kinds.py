@@ -139,7 +139,8 @@ def test_one_becomes_two_where_it_stood(former, now):
 @pytest.mark.parametrize("terms", ["[{type: of_part, term: double_entropy}]", "{0: double_entropy}"])
 def test_two_do_not_fit_where_there_is_room_for_one(terms):
     with pytest.raises(
-        UserError, match="^terms?: double_entropy is {type: likelihood, .* and {type: .* takes one; keep one of them$"
+        UserError,
+        match="^terms?: double_entropy is {type: likelihood, .* and {type: .* takes only one; write one of them$",
     ):
         with_current_names(f"algorithm: {{terms: {terms}}}")
 

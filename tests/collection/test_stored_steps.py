@@ -136,7 +136,7 @@ def test_a_file_that_a_checkpoint_needs_is_named(tmp_path):
     state = stored.state()
     path = tmp_path / "00000000.safetensors"
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(UserError, match=r"00000000.safetensors cannot be read .* a checkpoint needs it"):
+    with pytest.raises(UserError, match=r"00000000.safetensors cannot be read .* the run cannot be resumed without it"):
         ring(tmp_path).load(state)
     path.unlink()
     with pytest.raises(UserError, match=r"00000000.safetensors cannot be read"):
@@ -289,7 +289,7 @@ def test_it_goes_on_exactly(tmp_path, algorithm, more):
     assert distance(final(tmp_path / "whole"), final(tmp_path / "parts")) == 0
     for path in (tmp_path / "cut/stored_steps/rank_0").iterdir():
         path.unlink()
-    with pytest.raises(UserError, match="a checkpoint needs it to go on"):
+    with pytest.raises(UserError, match="the run cannot be resumed without it"):
         train(tmp_path / "cut", *options, "checkpoint.every=2", resume=True, base=ROBOTS)
 
 

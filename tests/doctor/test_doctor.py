@@ -103,7 +103,7 @@ def test_kernels_without_a_compiler_have_a_command_and_are_not_needed(tmp_path, 
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert next(doctor.check_kernels()) == InstalledCheck(
         "kernels",
-        "cpu: not usable, the torch reference computes: no C++ compiler found",
+        "cpu: not usable, plain PyTorch is used instead: no C++ compiler found",
         "sudo apt-get install g++ && python -m mmrl.kernels build",
     )
 

@@ -11,7 +11,7 @@ from tests.whole_runs.bad_servers import tried
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("another prompt", "vLLM reads prompt p[0-9] as 3 tokens and the trainer as 1 others"),  # out of step
+        ("another prompt", "vLLM encodes prompt p[0-9] as 3 tokens and the trainer as 1 different"),  # out of step
         ("a placeholder", "holds the token 7, which is never to be sampled"),
         ("two versions", "made with the weights other, not [0-9a-f]+-1"),  # written while it was read
     ],

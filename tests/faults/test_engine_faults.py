@@ -31,7 +31,7 @@ def test_without_a_fault_nothing_is_said(found):
         ("left out", r"\S*layers.0.mlp.up_proj.weight are trained, but it does not load them"),
         ("renamed", r"vLLM does not take the trained weights \(There is no module or parameter named '\S*o_proj"),
         ("two streams", r"1 of the 69 tensors in it are not as they were sent: \S*norm.weight;"),
-        ("out of step", r"vLLM reads prompt 1 as \d+ tokens and the trainer as \d+ others"),
+        ("out of step", r"vLLM encodes prompt 1 as \d+ tokens and the trainer as \d+ different"),
     ],
 )
 def test_a_fault_is_named(found, fault, words):

@@ -90,7 +90,7 @@ def test_the_next_start_says_what_it_removed(tmp_path):
 def test_a_server_is_asked_with_the_key_of_the_environment(tmp_path, monkeypatch):
     with serving(key="secret") as server:
         address = f"http://127.0.0.1:{server.server_port}"
-        with pytest.raises(UserError, match=f"asks for a key; set {KEY}"):
+        with pytest.raises(UserError, match=f"asks for an API key; set the environment variable {KEY}"):
             servers(tmp_path, address).load([("a", torch.ones(2))])
         monkeypatch.setenv(KEY, "secret")
         made = servers(tmp_path, address)
@@ -185,7 +185,7 @@ def test_a_wait_names_the_server_and_what_it_was_to_do(weights, path, doing, mon
 
 def test_one_that_ends_is_not_waited_for(weights):
     alive = iter([True, False, False, False])
-    with pytest.raises(UserError, match="ended when it was to answer"):
+    with pytest.raises(UserError, match="ended before it could answer"):
         Told(weight_info=requests.ConnectionError("refused")).refresh(weights, read_there, lambda: next(alive))
 
 

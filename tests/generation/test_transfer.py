@@ -202,7 +202,7 @@ def test_a_server_that_is_lost_in_the_middle_costs_no_weights(two, monkeypatch):
     monkeypatch.setattr(nccl, "unpacked", breaks)
     started = time.monotonic()
     assert given(made, 1) == [[], []]
-    assert len(said) == 1 and said[0].startswith("the broadcast of weights broke off")
+    assert len(said) == 1 and said[0].startswith("the broadcast of weights failed")
     assert time.monotonic() - started < 10
 
 
@@ -212,8 +212,8 @@ def test_a_server_that_keeps_silent_is_named_in_time(tmp_path):
         started = time.monotonic()
         with pytest.raises(
             UserError,
-            match=rf"server at http://127.0.0.1:{other.server_port} did not take the weights that were broadcast "
-            r"within rollout.generator.timeout=5 s, of which it has 0 parts: .* reach 127.0.0.1:\d+\?$",
+            match=rf"server at http://127.0.0.1:{other.server_port} did not receive all weights that were broadcast "
+            r"within rollout.generator.timeout=5 s, only 0 parts; .* connect to 127.0.0.1:\d+$",
         ):
             made.load(weights(0).items())
         assert 4.9 < time.monotonic() - started < 9
@@ -235,7 +235,7 @@ def test_a_server_that_falls_silent_in_the_middle_is_named_with_what_it_has(two,
         return Never() if group.rank == 0 and parts >= 2 else work
 
     monkeypatch.setattr(BroadcastGroup, "broadcast", stuck)
-    with pytest.raises(UserError, match=r"did not take the weights .* rollout.generator.timeout=1.5 s, of which"):
+    with pytest.raises(UserError, match=r"did not receive all weights .* rollout.generator.timeout=1.5 s, only"):
         made.load(weights(1).items())
     until = time.monotonic() + 10
     while running[0].receiver.group is not None and time.monotonic() < until:

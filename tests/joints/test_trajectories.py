@@ -178,7 +178,7 @@ def test_decisions_without_an_exact_divergence_are_refused():
 
 def test_what_bounds_nothing_is_refused():
     surrogate = "algorithm.surrogate={type: trajectory_trust_region, price: %s}"
-    with pytest.raises(UserError, match="not a trust region"):
+    with pytest.raises(UserError, match="leave the divergence unlimited"):
         load(GIVEN, ["run_dir=r", surrogate % "0"])
     load(GIVEN, ["run_dir=r", surrogate % "{type: multiplier, metric: surrogate/trajectory_kl, target: 0.1}"])
 

@@ -36,9 +36,9 @@ def test_without_a_compiler_the_reference_computes_and_one_line_says_so(nothing_
     for _ in range(2):
         got = kernels.token_logprob(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
         assert got.entropy.item() == pytest.approx(1.3862944)
-    want = "no compiled kernels for cpu, the torch reference computes: no C++ compiler found"
+    want = "no compiled kernels for cpu, plain PyTorch is used instead: no C++ compiler found"
     assert [record.message for record in caplog.records] == [want]
-    assert kernels.status()[0] == "cpu: not usable, the torch reference computes: no C++ compiler found"
+    assert kernels.status()[0] == "cpu: not usable, plain PyTorch is used instead: no C++ compiler found"
     with pytest.raises(kernels.KernelError, match="kernels.backend=cpu: no C\\+\\+ compiler found"):
         kernels.use("cpu")
 

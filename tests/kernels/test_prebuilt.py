@@ -59,15 +59,15 @@ def test_it_is_used_without_a_compiler(shipped, caplog):
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"sources": "0" * 16}, "it was made of other sources than these"),
+        ({"sources": "0" * 16}, "it was built from other source files"),
         ({"machine": "aarch64"}, f"it is for aarch64, this is {platform.machine()}"),
         ({"level": "AVX1024"}, f"it is for processors with AVX1024, this one has {toolchain.level()}"),
-        ({"sha256": "0" * 64}, "mmrl_cpu-.* is not what its manifest says"),
+        ({"sha256": "0" * 64}, "mmrl_cpu-.* has another checksum than its manifest says"),
     ],
 )
 def test_one_that_does_not_fit_is_refused_with_the_reason(shipped, caplog, facts, reason):
     change(shipped, **facts)
-    assert kernels.status()[0] == "cpu: not usable, the torch reference computes: no C++ compiler found"
+    assert kernels.status()[0] == "cpu: not usable, plain PyTorch is used instead: no C++ compiler found"
     (record,) = caplog.records
     assert record.message.startswith("the cpu kernels that came with mmrl are not used: ")
     assert re.search(reason, record.message)
@@ -79,7 +79,7 @@ def test_one_that_was_exchanged_is_never_opened(shipped, caplog, monkeypatch):
     monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail(f"{path} was opened"))
     kernels.use("auto")
     assert compiled.chosen(torch.zeros(1)) is False
-    assert "is not what its manifest says" in caplog.records[0].message
+    assert "has another checksum than its manifest says" in caplog.records[0].message
     path.unlink()
     assert prebuilt.fitting("cpu") == (None, f"{path.name} is missing")
 
@@ -120,7 +120,7 @@ def test_cuda_must_be_of_the_same_major_version(shipped, monkeypatch):
     assert prebuilt.fitting("cuda") == (shipped / name, "")
     for other in ("12.8", None):
         monkeypatch.setattr(torch.version, "cuda", other)
-        assert prebuilt.fitting("cuda") == (None, f"it was made with CUDA 13.0, this torch with {other}")
+        assert prebuilt.fitting("cuda") == (None, f"it was built with CUDA 13.0, this torch with {other}")
 
 
 @pytest.mark.parametrize(

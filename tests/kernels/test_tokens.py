@@ -214,7 +214,7 @@ def test_bad_input_is_named(device):
     for change, message in [
         ({"logits": logits.int()}, "logits must be float32 or"),
         ({"targets": targets.int()}, "targets must be int64"),
-        ({"targets": targets[:1]}, r"targets \[1\] must have the shape of logits \[2, 5\] less V"),
+        ({"targets": targets[:1]}, r"targets have shape \[1\], but logits have \[2, 5\]"),
         ({"logits": logits[:, :0]}, "logits is empty"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"columns": (3, 6)}, "columns 3..6 must lie within the 5 columns"),

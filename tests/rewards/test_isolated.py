@@ -370,7 +370,7 @@ def test_an_answer_to_another_question_is_none():
         if expected is not None:
             assert worker.call("first", 1.0) == expected and dismissed == []
             continue
-        with pytest.raises(ConnectionError, match="an answer without a request"):
+        with pytest.raises(ConnectionError, match="the answer belongs to another request"):
             worker.call("first", 1.0)
         assert dismissed.pop() is worker
 

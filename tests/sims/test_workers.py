@@ -121,7 +121,7 @@ def test_a_stopped_process_is_found_before_its_deadline(behind, monkeypatch):
     sim.reset([1], ["go"])
     os.kill(sim.simulator.pids[0], signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.warns(RuntimeWarning, match="no sign of life in 2.5 s"):
+    with pytest.warns(RuntimeWarning, match="no heartbeat in 2.5 s"):
         assert sim.step(chunk(1)).dropped.all()
     assert time.monotonic() - began < 50
 

@@ -158,7 +158,7 @@ def test_damage_of_what_is_read_first_stops_nothing(tmp_path, whole, kind):
         if kind != "deleted":
             path.write_bytes(bytes(size if kind == "zeros" else size // 2))
     said = ends(run)
-    assert "step-000006 is damaged and passed over: trainer.json" in said and "step-000004" in said
+    assert "step-000006 is damaged and is not used: trainer.json" in said and "step-000004" in said
     assert steps(run) == [1, 2, 3, 4, 5, 6] and same(run, whole)
 
 
@@ -283,7 +283,7 @@ def test_a_warm_start_that_was_cut_off_is_gone_on_with(recipes):
     assert yaml.safe_load((recipes / "after" / "config.yaml").read_text())["model"]["path"] == str(base / "final")
     (recipes / "base.yaml").write_text((recipes / "base.yaml").read_text().replace("steps: 4", "steps: 5"))
     result = after(recipes, f"run_dir={recipes / 'again'}")
-    assert result.code == 2 and "was trained with steps=4, not 5; restore it, or remove" in result.err
+    assert result.code == 2 and "was trained with steps=4, not 5; set steps to its old value, or remove" in result.err
     weights = base / "final" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     result = after(recipes, f"run_dir={recipes / 'again'}")

@@ -66,10 +66,10 @@ def test_caches_of_earlier_weights_are_caught(found):
 
 
 def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(found):
-    assert found["unknown"].startswith("rollout.generator: vLLM can not start (")
+    assert found["unknown"].startswith("rollout.generator: vLLM cannot start with a context of")
     assert "NobodysForConditionalGeneration" in found["unknown"] and "\n" not in found["unknown"]
     both = (
-        f"installed are vLLM {engine.TESTED}.0 and transformers {transformers.__version__}, and a model has to be known"
+        f"installed are vLLM {engine.TESTED}.0 and transformers {transformers.__version__}, both of which must support"
     )
     assert both in found["unknown"]
 
@@ -77,7 +77,7 @@ def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(found):
 def test_an_untested_version_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setattr(engine, "TESTED", "0.1")
     assert re.search(
-        r"vLLM [\d.]+ and transformers [\d.]+, but this is tested with vLLM 0.1: install", engine.versions()
+        r"vLLM [\d.]+ and transformers [\d.]+, but mmrl is tested with vLLM 0.1: install", engine.versions()
     )
 
 
@@ -144,7 +144,7 @@ def test_the_experts_of_a_mixture_arrive(tmp_path):
     assert len(steps) == 2 and all(row["grad_norm"] > 0 for row in steps)
     assert all(row["generation/probe_gap"] < 1e-3 and row["correction/logp_gap_max"] < 1e-3 for row in steps)
     refused = (tmp_path / "refused.txt").read_text()  # it was asked
-    assert refused.startswith("rollout.generator: vLLM can not start (")
+    assert refused.startswith("rollout.generator: vLLM cannot start with a context of")
     assert "AuxOutput Connector requires Model Runner V2" in refused
 
 

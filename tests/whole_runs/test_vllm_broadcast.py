@@ -49,7 +49,7 @@ def test_an_engine_that_was_killed_gets_what_was_sent_last(found):
 
 
 def test_an_engine_that_stops_in_the_middle_is_named_in_time(found):
-    assert "did not take the weights that were broadcast within rollout.generator.timeout=8 s" in found["stopped"]
+    assert "did not receive all weights that were broadcast within rollout.generator.timeout=8 s" in found["stopped"]
     assert "\n" not in found["stopped"] and 7 < found["seconds"] < 20
 
 

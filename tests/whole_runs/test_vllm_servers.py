@@ -191,7 +191,7 @@ def test_a_problem_on_rank_0_stops_every_rank(tmp_path):
 def test_a_folder_that_can_not_be_written_is_named_and_other_ranks_are_not_left_waiting(tmp_path):
     (tmp_path / "file").write_text("")
     parts = iter([("a", torch.ones(2)), ("b", torch.ones(2))])  # each may be a collective of all ranks
-    with pytest.raises(UserError, match=r"weights-1 can not be written .*rollout.generator.exchange"):
+    with pytest.raises(UserError, match=r"weights-1 cannot be written .*rollout.generator.exchange"):
         servers(tmp_path / "file", ["http://127.0.0.1:9"]).load(parts)
     assert next(parts, None) is None
 

@@ -218,14 +218,18 @@ def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads
         (
             IMAGES,
             "rollout.workers.async_steps=1 algorithm={type: matching} denoising.likelihood={type: matching}",
-            r"rollout.workers.async_steps=1 is corrected by the logprob .* type chain",
+            r"rollout.workers.async_steps=1 needs the log-probability of each decision .* type to chain",
         ),
         (
             IMAGES,
             "rollout.workers.async_steps=1 denoising.likelihood={old: sampled}",
             r"denoising.likelihood.old=sampled .* set it to replayed",
         ),
-        (ROBOTS, f"rollout.workers.async_steps=1 {COOLING}", r"rollout.temperature changes, .* set async_steps to 0"),
+        (
+            ROBOTS,
+            f"rollout.workers.async_steps=1 {COOLING}",
+            r"rollout.temperature follows a schedule, .* set async_steps to 0",
+        ),
         (
             IMAGES,
             "algorithm={type: supervised} task={type: image_generation, data: {type: digits}} rollout.workers={}",

@@ -52,9 +52,8 @@ class ImplicitQLearning(Algorithm):
         for sample in batch.rollouts.samples:
             if "tail" not in sample.prompt.metadata:
                 raise UserError(
-                    f"algorithm.type={self.type}: the episode of {sample.prompt.id} does not say what it earned; "
-                    "LeRobot's data sets say so in the feature next.reward or next.success; or use "
-                    "algorithm.type=supervised"
+                    f"algorithm.type={self.type}: the recorded episode of {sample.prompt.id} has no reward; add the "
+                    "feature next.reward or next.success to the LeRobot data set, or use algorithm.type=supervised"
                 )
         return estimates_of(batch.rollouts, self.measurement)["advantage"]
 

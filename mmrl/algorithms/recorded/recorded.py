@@ -56,8 +56,8 @@ class RecordedSteps(Algorithm):
 
         if returns.isnan().any():
             raise UserError(
-                f"algorithm.type={self.type}: the episode of {names[int(returns.isnan().nonzero()[0])]} does not say "
-                "what it earned; LeRobot's data sets say so in the feature next.reward or next.success; or use "
+                f"algorithm.type={self.type}: the recorded episode of {names[int(returns.isnan().nonzero()[0])]} has "
+                "no reward; add the feature next.reward or next.success to the LeRobot data set, or use "
                 "algorithm.type=supervised"
             )
 

@@ -43,7 +43,9 @@ class ByPart(Surrogate):
         """Raises ValueError if a surrogate has an objective of whole rollouts."""
         for name, surrogate in (("text", self.text), ("image", self.image)):
             if type(surrogate).objective not in (Surrogate.objective, Clip.objective):
-                raise ValueError(f"{name}={surrogate.type} compares whole rollouts; use clip or another of decisions")
+                raise ValueError(
+                    f"{name}={surrogate.type} compares whole rollouts; use clip or another one of single decisions"
+                )
         return self
 
     @property

@@ -54,7 +54,10 @@ class TrajectoryTrustRegion(Surrogate):
     @model_validator(mode="after")
     def _check_bounds(self) -> TrajectoryTrustRegion:
         if self.bound == math.inf and self.price.extremes[1] == 0:
-            raise ValueError("price=0 without a bound is not a trust region; set either, or use surrogate=reinforce")
+            raise ValueError(
+                "price=0 and bound=.inf leave the divergence unlimited; set price above 0 or a finite bound, or use "
+                "algorithm.surrogate=reinforce"
+            )
         return self
 
     @property

@@ -53,7 +53,9 @@ class Branches(ExtraSource):
     @model_validator(mode="after")
     def _one_a_round(self) -> Branches:
         if self.rounds > self.count:
-            raise ValueError(f"rounds={self.rounds} is more than count={self.count}: a round would have no branch")
+            raise ValueError(
+                f"rounds={self.rounds} is more than count={self.count}, so a round would have no branch; lower rounds"
+            )
         return self
 
     @property

@@ -66,7 +66,9 @@ class Segment:
                 self.terminated: list[bool] = facts["terminated"]
                 self.rewards, self.executed = file.get_tensor("rewards"), file.get_tensor("valid").sum(1)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{KEY}: {path} cannot be read ({error}); a checkpoint needs it to go on") from None
+            raise UserError(
+                f"{KEY}: {path} cannot be read ({error}), but the run cannot be resumed without it; restore the file"
+            ) from None
         self.instructions: list[str] = facts["instructions"]
         self.cameras: tuple[str, ...] = tuple(facts["cameras"])
         self.lengths: list[int] = facts["lengths"]

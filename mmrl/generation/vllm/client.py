@@ -137,7 +137,8 @@ class Server:
             raise Failed(f"{status} {message}")
         if status == 401:
             raise UserError(
-                f"the vLLM server at {self.address} asks for a key; set {KEY} to the one it was started with"
+                f"the vLLM server at {self.address} asks for an API key; set the environment variable {KEY} to the key "
+                "that it was started with"
             )
         if status == 404 and "does not exist" in text:  # the LoRA: it was started again
             raise requests.ConnectionError(message)
@@ -188,10 +189,10 @@ class Server:
         if failures < ATTEMPTS and alive():
             raise UserError(
                 f"the vLLM server at {self.address} did not {doing} within rollout.generator.timeout={self.timeout:g} "
-                f"s ({last}): is it running, and the address right?"
+                f"s ({last}); check that it is running and that the address is right"
             )
-        how = f"failed {failures} times" if failures == ATTEMPTS else "ended when it was"
-        raise UserError(f"the vLLM server at {self.address} {how} to {doing} ({last})")
+        how = f"failed {failures} times to {doing}" if failures == ATTEMPTS else f"ended before it could {doing}"
+        raise UserError(f"the vLLM server at {self.address} {how} ({last}); see the server's log")
 
     def _steps(self, old: str, weights: EngineWeights, give: Give) -> Iterator[Step]:
         """Yields the steps that bring the server from the version `old` to `weights`."""
@@ -204,7 +205,7 @@ class Server:
             lora = {"lora_name": weights.version, "lora_path": str(weights.adapter), "load_inplace": True}
             yield "take the LoRA", lambda: self.post("v1/load_lora_adapter", lora)
             if adapter:
-                yield "forget the last LoRA", lambda: self.post("v1/unload_lora_adapter", {"lora_name": old})
+                yield "unload the last LoRA", lambda: self.post("v1/unload_lora_adapter", {"lora_name": old})
         yield "empty its caches", self.forget
         yield "name its weights", lambda: self.post("update_weight_version", {"new_version": weights.version})
 

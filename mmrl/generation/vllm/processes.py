@@ -77,9 +77,9 @@ class Process:
         """Returns a line on a server that ended, with the reason if its log has one."""
         text = self.log.read_text(errors="replace")
         if self.running is not None and self.running.poll() is None:
-            return f"it ended, was started again and is not up yet, see {self.log}"
+            return f"it ended, was started again and does not answer yet, see {self.log}"
         if "rror" not in text:
-            return f"it ended and did not say why, see {self.log}"
+            return f"it ended without an error message, see {self.log}"
         return f"{self.log} says: {last_error(text)}; {versions()}"
 
 

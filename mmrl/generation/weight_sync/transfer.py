@@ -144,7 +144,7 @@ class Broadcast:
         except (RuntimeError, LOST) as error:
             self._drop(self.group)
             self.group = None
-            self.say(f"the broadcast of weights broke off ({brief(error)}); each engine gets them by itself")
+            self.say(f"the broadcast of weights failed ({brief(error)}); they are sent to each engine separately")
         for _ in buckets:
             pass
 
@@ -155,7 +155,7 @@ class Broadcast:
 
     def give(self, server: Server, weights: EngineWeights) -> None:
         if self.rank != 0:
-            raise requests.ConnectionError("rank 0 has not given it the weights yet")
+            raise requests.ConnectionError("rank 0 has not sent the weights to this server yet")
         standings = server.call("standing")["results"]
         if all(state["base"] == weights.base for state in standings):
             return
@@ -255,9 +255,9 @@ class Broadcast:
         behind = min(range(len(servers)), key=lambda i: (receiving[i].done(), firsts[i] not in absent, reached[i]))
         meeting = f"{group.rendezvous.host}:{group.rendezvous.port}"
         return (
-            f"the vLLM server at {servers[behind].address} did not take the weights that were broadcast within "
-            f"rollout.generator.timeout={self.timeout:g} s, of which it has {reached[behind]} parts: is it running, "
-            f"and does its host reach {meeting}?"
+            f"the vLLM server at {servers[behind].address} did not receive all weights that were broadcast within "
+            f"rollout.generator.timeout={self.timeout:g} s, only {reached[behind]} parts; check that it is running, "
+            f"and that its host can connect to {meeting}"
         )
 
     def _drop(self, group: BroadcastGroup | None) -> None:
@@ -284,4 +284,4 @@ def brief(error: Exception) -> str:
 
 
 def unwritten(path: Path, error: Exception) -> str:
-    return f"{path} can not be written ({error}); rollout.generator.exchange names another folder"
+    return f"{path} cannot be written ({error}); set rollout.generator.exchange to another folder"
