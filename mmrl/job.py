@@ -333,7 +333,7 @@ def _run_recipe(key: str, path: str, final: Path, config: dict[str, Any]) -> Non
     runs it already. key: the configuration key that names the recipe. config: its configuration as plain mappings.
     Raises UserError where it fails, and WarmStartStopped where a signal stops it."""
     while not check_warm_start(final, config, path):
-        if await_free(final.parent, f"its final weights are what {key}={path} asks for"):
+        if await_free(final.parent, f"{key}={path} needs its final weights"):
             continue
         print(f"{'warm start' if key == 'model.warm_start' else key}: mmrl train {path}", flush=True)
         if signum := stopped_by(run_command([sys.executable, "-m", "mmrl", "train", path, "checkpoint.resume=auto"])):

@@ -38,7 +38,8 @@ def probe_boxes(
                     "rewards",
                     "warned",
                     f"{key}: {spec.name} has resize.{option}={value}, but model.processor.{option} is "
-                    f"{processor[option]}: boxes would be scored in another frame than the model sees; make them equal",
+                    f"{processor[option]}: boxes would be scored at another image size than the model sees; make both "
+                    "equal",
                 )
 
 

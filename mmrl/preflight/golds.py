@@ -160,7 +160,7 @@ def _unscored(name: str, rows: Sequence[GoldScores], key: str, reason: str) -> I
     if not unscored:
         return
     share = f"{len(unscored)} of {len(rows)} rows" if len(unscored) < len(rows) else "every row"
-    cause = f": {reason}" if reason else "; the gold is in no form that it reads"
+    cause = f": {reason}" if reason else "; the reward cannot read a gold of this form"
     yield Alarm(
         "rewards",
         "refused" if len(unscored) == len(rows) else "warned",

@@ -135,7 +135,9 @@ def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
         missing = needs.required - offered.offers
         if missing:
             named = min(missing, key=lambda offer: (isinstance(offer, str), describe_offer(offer)))
-            raise SettingsError(f"{key} needs {describe_offer(named)}, which {offered.source} does not have")
+            raise SettingsError(
+                f"{key} needs {describe_offer(named)}, which {offered.source} does not have; change one of them"
+            )
         if "critic" in needs.required and all(needs.critic is None for _, needs in parts):
             raise SettingsError(f"{key} needs a critic, and no part of the job trains one: use algorithm.type=ppo")
 

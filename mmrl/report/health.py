@@ -128,7 +128,7 @@ def unscored(run: RunRecord) -> Iterator[HealthFinding]:
         share > 0.01,
         f"{share:.1%} of the rollouts could not be scored.",
         f"{share:.1%} of the rollouts could not be scored, {most:.1%} in the worst step ({', '.join(causes)}).",
-        "Warnings above the step lines say why: the reward raises, is too slow, or answers nonsense.",
+        "Warnings above the step lines say why: the reward raises, is too slow, or returns no valid number.",
         unscored_share.name,
         verdict=BAD if share > 0.2 else WARNING,
     )

@@ -73,9 +73,11 @@ class ImageFiles:
         """Raises RowError if an image of `width` x `height` pixels is too large or too narrow. name: for the
         message."""
         if width * height > self.max_pixels:
-            raise RowError(f"{name} has {width} x {height} pixels, more than max_pixels={self.max_pixels}")
+            raise RowError(
+                f"{name} has {width} x {height} pixels, more than max_pixels={self.max_pixels}; resize the image"
+            )
         if max(width, height) > MAX_RATIO * min(width, height):
-            raise RowError(f"{name} has {width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
+            raise RowError(f"{name} has {width} x {height} pixels, whose sides have a ratio above {MAX_RATIO}; crop it")
 
     @contextmanager
     def _opened(self, image: object) -> Iterator[Image.Image]:
@@ -100,7 +102,7 @@ class ImageFiles:
             raise RowError(f"cannot read {path!r}: {error}") from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise RowError(f"{path!r} is not a regular file")
+            raise RowError(f"{path!r} is not a regular file; name an image file")
         return os.fdopen(descriptor, "rb")
 
     def _below_root(self, path: str) -> str:
@@ -112,7 +114,7 @@ class ImageFiles:
             raise RowError(f"{path!r} contains '..'; write it relative to image_root={self.root}")
         resolved = os.path.realpath(os.path.join(self._real_root, path))
         if not resolved.startswith(os.path.join(self._real_root, "")):
-            raise RowError(f"{path!r} lies outside of image_root={self.root}")
+            raise RowError(f"{path!r} lies outside of image_root={self.root}; move the file into that folder")
         return resolved
 
     @cached_property
@@ -132,7 +134,7 @@ def _reference(image: object) -> str | bytes:
         return bytes(image)
     if isinstance(image, str) and image:
         return image
-    raise RowError("neither a path, a URL nor bytes")
+    raise RowError("the image is neither a path, a URL nor bytes; write the path of a file")
 
 
 def _converted(image: Image.Image, convert: Callable[[Image.Image], T]) -> T:

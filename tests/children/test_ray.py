@@ -198,7 +198,7 @@ def test_a_cluster_that_can_not_be_joined_is_one_line(nodes, monkeypatch):
     import ray
 
     Cluster("auto", "ray")
-    with pytest.raises(UserError, match="ray=127.0.0.1:9: this process is in the Ray cluster auto already"):
+    with pytest.raises(UserError, match="ray=127.0.0.1:9: this process is already in the Ray cluster auto"):
         Cluster("127.0.0.1:9", "ray")
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -410,7 +410,7 @@ def test_when_a_host_is_lost_the_engine_comes_up_on_another_one_and_every_rank_f
 @pytest.mark.slow
 def test_engines_that_have_nowhere_to_go_end_the_run_with_the_reason(nodes, stand_ins, monkeypatch):
     (first, second), ranks = stand_ins(1)
-    with pytest.raises(UserError, match="rollout.generator.ray=127.0.0.1:9: this process is in"):
+    with pytest.raises(UserError, match="rollout.generator.ray=127.0.0.1:9: this process is already in"):
         stand_ins(1, "127.0.0.1:9")
     for process in first.processes:
         process.patience = 0.3

@@ -248,7 +248,7 @@ def test_a_refusal_ends_the_run_and_all_weights_are_taken_from_the_iterator(tmp_
         server.key = "another"
         made = broadcasting(tmp_path, [server])
         parts = iter(weights(0).items())
-        with pytest.raises(UserError, match="asks for a key"):
+        with pytest.raises(UserError, match="asks for an API key"):
             made.load(parts)
         assert next(parts, None) is None  # other ranks gather them too
 
@@ -259,7 +259,7 @@ def test_other_ranks_take_part_in_gathering_alone_and_wait_for_rank_0(tmp_path):
     parts = iter(weights(0).items())
     made.load(parts)
     assert next(parts, None) is None and made.transfer.stores == {} and not list(tmp_path.iterdir())
-    with pytest.raises(client.LOST, match="rank 0 has not given"):
+    with pytest.raises(client.LOST, match="rank 0 has not sent"):
         made.transfer.give(None, made.current)
 
 

@@ -74,9 +74,7 @@ def test_a_critic_of_the_better_returns(given):
 def test_an_episode_that_does_not_say_what_it_earned_is_named(given):
     table = Table([[-1.0]], group=[0], rewards=[0.0], value=[[0.0]])
     made = given(table, "rollout={prompts: 1}", "algorithm={type: advantage_weighted}")
-    with pytest.raises(
-        UserError, match=r"the episode of .* does not say what it earned; .* next.reward or next.success"
-    ):
+    with pytest.raises(UserError, match=r"the recorded episode of .* has no reward; .* next.reward or next.success"):
         made.prepare(table.rollouts())
 
 

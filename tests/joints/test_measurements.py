@@ -164,7 +164,9 @@ def test_needs_are_put_together_without_doubles():
 
 def test_what_a_measurement_requires_is_asked_of_the_decisions():
     asked, policy = [("algorithm.shaping.0", Needs(measurements=(Completions(),)))], Capabilities("model.type=own")
-    refused = "^algorithm.shaping.0 needs chains that can be completed .* which model.type=own does not have$"
+    refused = (
+        "^algorithm.shaping.0 needs chains that can be completed .* which model.type=own does not have; change one"
+    )
     with pytest.raises(SettingsError, match=refused):
         check(asked, policy)
     with pytest.raises(SettingsError, match="needs a separate denoising chain for each rollout"):

@@ -347,7 +347,7 @@ def test_an_episode_that_does_not_say_what_it_earned_is_named(tmp_path):
     for episode in trainer.task.demonstrations.episodes:
         object.__setattr__(episode, "rewards", None)
     rollouts = trainer.collector.next(0, Metrics(trainer.engine))
-    with pytest.raises(UserError, match=r"implicit_q_learning: the episode of .* does not say what it earned"):
+    with pytest.raises(UserError, match=r"implicit_q_learning: the recorded episode of .* has no reward"):
         trainer.preparation.minibatches(rollouts, 0, torch.Generator().manual_seed(0), Metrics(trainer.engine))
     release(trainer)
 

@@ -33,7 +33,7 @@ class Geometric(Surrogate):
     source: ClassVar[str] = "GMPO, arXiv 2507.20673"
     test: ClassVar[str] = TEST
     one_weight: ClassVar[bool] = True
-    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high bind nothing"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high have no effect"
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "geometric"
     low: Schedule = number(0.4, "smallest log-ratio is -low", ge=0)
@@ -60,7 +60,7 @@ class LogClip(Clipped):
     equation: ClassVar[str] = "-min(l A, clamp(l, log(1 - low), log(1 + high)) A), l = log r"
     source: ClassVar[str] = "CPGD, arXiv 2505.12504, whose drift is the term kl against old"
     test: ClassVar[str] = TEST
-    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high bind nothing"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high have no effect"
     type: str = "log_clip"
     low: Schedule = number(0.2, "l gains nothing below log(1 - low)", ge=0, lt=1)
 

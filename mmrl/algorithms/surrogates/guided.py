@@ -24,7 +24,7 @@ class Guided(Clipped):
     equation: ClassVar[str] = "clip's; for demonstrations -A p / (p + gamma), p = exp(logp), not clipped"
     source: ClassVar[str] = "policy shaping of LUFFY, arXiv 2504.14945"
     test: ClassVar[str] = "tests/joints/test_guidance.py"
-    at_one_update: ClassVar[str] = f"{AS_REINFORCE} for the policy's own rollouts: low and high bind nothing"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE} for the policy's own rollouts: low and high have no effect"
     type: str = "guided"
     gamma: Schedule = number(0.1, "probability of a demonstrated token at which its objective is half", gt=0)
 

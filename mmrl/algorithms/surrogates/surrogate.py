@@ -106,7 +106,7 @@ class Clip(Clipped):
 
     equation: ClassVar[str] = "-min(r A, clamp(r, 1 - low, 1 + high) A)"
     source: ClassVar[str] = "PPO, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476"
-    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high bind nothing"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high have no effect"
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "clip"
 
@@ -141,7 +141,7 @@ class DualClip(Clipped):
 
     equation: ClassVar[str] = "clip's, at most cap |A| where A < 0"
     source: ClassVar[str] = "arXiv 1912.09729"
-    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low, high and cap bind nothing"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low, high and cap have no effect"
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "dual_clip"
     cap: float = option(3.0, "largest loss of a negative advantage, in |A|", gt=1)
@@ -161,7 +161,7 @@ class CISPO(Clipped):
 
     equation: ClassVar[str] = "gradient -clamp(r, 1 - low, 1 + high) A dlogp"
     source: ClassVar[str] = "MiniMax-M1, arXiv 2506.13585"
-    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high bind nothing"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high have no effect"
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "cispo"
     low: Schedule = number(0.2, "smallest weight is 1 - low; 1: no lower bound", ge=0, le=1)

@@ -52,7 +52,7 @@ class QueryTrustRegion(Surrogate):
     )
     source: ClassVar[str] = "reconstructed from what QUATRO, arXiv 2602.04620, says: an exact trust region a query"
     test: ClassVar[str] = TEST
-    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: no price acts"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: prices have no effect"
     type: str = "query_trust_region"
     bound: float = option(0.1, "largest divergence from the old policy, for each prompt", unit="nats", gt=0)
     least: float = option(0.01, "smallest price", gt=0)

@@ -82,8 +82,8 @@ class PromptRewritingModel(DiffusionModel):
             )
         if self.embeddings is not None:
             raise ValueError(
-                "model.embeddings holds embeddings of prompts that are known before training; those of model.type="
-                "prompt_rewriting are written while it trains"
+                "model.embeddings holds embeddings of prompts that are known before training, but model.type="
+                "prompt_rewriting writes its prompts while it trains; leave model.embeddings out"
             )
         likelihood = denoising.likelihood
         if not isinstance(likelihood, ImageChain | ImageMatching):

@@ -22,9 +22,9 @@ def check_statistics(path: str, statistics: ActionStatistics, bounds: Bounds | N
     constant = statistics.mask & (statistics.q01 == statistics.q99)
     if constant.any():
         yield (
-            f"action.statistics={path}: q01 and q99 (or what stands for -1 and 1) of {_indices(constant)} are the "
-            f"same, {_values(statistics.q01[constant])}: whatever the policy does the robot gets that; check whether "
-            "these are constant in the data"
+            f"action.statistics={path}: the lower and upper end (such as q01 and q99) of {_indices(constant)} of an "
+            f"action are equal, {_values(statistics.q01[constant])}, so the robot always receives this value; check "
+            "that it is constant in the data set"
         )
     size = len(statistics.q01)
     low, high = (np.full(size, -1.0), np.full(size, 1.0)) if bounds is None else bounds
@@ -32,9 +32,10 @@ def check_statistics(path: str, statistics: ActionStatistics, bounds: Bounds | N
     beyond = statistics.mask & ((statistics.q01 < low - margin) | (statistics.q99 > high + margin))
     if beyond.any():
         yield (
-            f"action.statistics={path}: {_indices(beyond)} go from {_values(statistics.q01[beyond])} to "
-            f"{_values(statistics.q99[beyond])}, but the simulator takes {_values(low[beyond])} to "
-            f"{_values(high[beyond])}: what lies beyond is clipped; are the units the same (degrees, radians)?"
+            f"action.statistics={path}: the range of {_indices(beyond)} of an action is "
+            f"{_values(statistics.q01[beyond])} to {_values(statistics.q99[beyond])}, but the simulator accepts "
+            f"{_values(low[beyond])} to {_values(high[beyond])} and clips values beyond; check that the units are the "
+            "same (degrees, radians)"
         )
 
 
@@ -47,11 +48,11 @@ def check_demonstrations(normalizer: ActionNormalizer, actions: NDArray[np.float
     if share > MAX_SHARE:
         number = int((distance > limit).mean(0).argmax())
         yield (
-            f"task.demonstrations: {share:.0%} of the numbers of actions lie outside of what the policy's statistics "
-            f"(or the simulator's bounds) span, number {number} between {actions[:, number].min():.4g} and "
-            f"{actions[:, number].max():.4g}"
-            f"{'; they are clipped to it' if normalizer.clipped else ''}: set action.statistics to the data set's "
-            "meta/stats.json (for a LeRobot checkpoint with action.replace_statistics=true)"
+            f"task.demonstrations: {share:.0%} of the numbers in actions lie outside of the range of the policy's "
+            f"statistics (or the simulator's bounds){' and are clipped to it' if normalizer.clipped else ''}; number "
+            f"{number} goes from {actions[:, number].min():.4g} to {actions[:, number].max():.4g}. Set "
+            "action.statistics to the data set's meta/stats.json (for a LeRobot checkpoint with "
+            "action.replace_statistics=true)"
         )
 
 

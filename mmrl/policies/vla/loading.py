@@ -171,13 +171,15 @@ def _statistics_from_simulator(sim: VectorSim, *, bounded: bool) -> ActionStatis
     statistics, (low, high) = statistics_from_bounds(bounds, bounded), bounds
     if statistics is not None:
         log.info(
-            "actions: -1 .. 1 of the policy are %s .. %s of %s, its bounds; action.statistics sets others",
+            "actions: -1 and 1 of the policy are mapped to %s and %s, the bounds of %s; action.statistics sets others",
             np.round(low[statistics.mask], 4).tolist(),
             np.round(high[statistics.mask], 4).tolist(),
             sim.name,
         )
     if not (np.isfinite(low) & np.isfinite(high)).all():
-        log.info("actions: some numbers of %s have no finite bounds; there the policy acts in -1 .. 1", sim.name)
+        log.info(
+            "actions: some numbers of %s have no finite bounds; the policy's -1 .. 1 is not scaled there", sim.name
+        )
     return statistics
 
 

@@ -234,8 +234,8 @@ class VisionLanguageActionPolicy:
             max_abs = np.abs(actions).max(axis=(1, 2))
             if max_abs.max() > 1.01:
                 raise UserError(
-                    f"the actions of prompt {prompts[int(max_abs.argmax())].id} reach {max_abs.max():.4g}: without "
-                    "action.statistics they must lie in [-1, 1]"
+                    f"the actions of prompt {prompts[int(max_abs.argmax())].id} reach {max_abs.max():.4g}, but without "
+                    "action.statistics they must lie in [-1, 1]; set action.statistics to the data set's statistics"
                 )
         sampled = self.module.head.encode_demonstrations(torch.from_numpy(actions), seeds)
         labels = [prompt.metadata.get("label", "") for prompt in prompts]

@@ -60,7 +60,7 @@ class DataSetStatistics:
         if not self.name:
             names = " or ".join(NAMES[feature_type])
             raise UserError(f"{self.where} has no statistics of {feature_type}s ({names}){held}")
-        raise UserError(f"{self.where}: {self._full(NAMES[feature_type][0])}.q01 is missing{held}")
+        raise UserError(f"{self.where}: {self._full(NAMES[feature_type][0])} is missing{held}")
 
     def _full(self, name: str) -> str:
         """Returns the name of a feature after that of its data set."""
@@ -99,7 +99,9 @@ class DataSetStatistics:
         if not isinstance(values, list):
             raise UserError(f"{self.where}: {name} must be a list of numbers")
         if len(values) != size:
-            raise UserError(f"{self.where}: {name} has {len(values)} numbers, {size_owner} {size}")
+            raise UserError(
+                f"{self.where}: {name} has {len(values)} numbers, but {size_owner} {size}; use statistics of this robot"
+            )
 
 
 def ends_with(name: str, features: Sequence[str]) -> bool:
@@ -166,7 +168,7 @@ def read(path: str, key: str | None) -> DataSetStatistics:
     matches = matches or [name for name in data_sets if name.startswith(f"{key}.")]
     if len(matches) != 1:
         held = ", ".join(name or ", ".join(features) for name, features in data_sets.items())
-        raise UserError(f"action.statistics_key={key} is not in {path}; it holds {held}")
+        raise UserError(f"action.statistics_key={key} does not name one data set of {path}; it holds {held}")
     return DataSetStatistics(path, matches[0], data_sets[matches[0]])
 
 
@@ -174,7 +176,7 @@ def _default_normalisation(data_set: DataSetStatistics, feature_type: FeatureTyp
     """Returns "quantiles", or "min_max" if the entry has no quantiles. Raises UserError if it has mean and std only."""
     name, entry = data_set.entry(feature_type)
     if not {"q01", "q99"} & set(entry) and {"min", "max"} <= set(entry):
-        log.info("%s: %s.min and max stand for -1 and 1, for it has no q01 and q99", data_set.where, name)
+        log.info("%s: %s has no q01 and q99; its min and max are mapped to -1 and 1", data_set.where, name)
         return "min_max"
     if {"mean", "std"} <= set(entry) and not {"q01", "q99", "min", "max"} & set(entry):
         raise UserError(
@@ -233,7 +235,10 @@ def _data_sets(path: str) -> dict[str, dict[str, Entry]]:
                 grouped.setdefault(name.removesuffix(feature).rstrip("."), {})[name] = entry
                 break
     if not grouped:
-        raise UserError(f"action.statistics={path} has no statistics of actions; it holds {', '.join(tree)}")
+        raise UserError(
+            f"action.statistics={path} has no statistics of actions ({' or '.join(NAMES['action'])}); it holds "
+            f"{', '.join(tree)}"
+        )
     return grouped
 
 

@@ -273,7 +273,10 @@ def chat(prompt: Prompt) -> tuple[Message, ...]:
         for marker, media in media_by_marker.items():
             if (count := pieces.count(marker)) != len(media):
                 kind = "images" if marker == "<image>" else "videos"
-                raise UserError(f"prompt {prompt.id} has {count} {marker} markers and {len(media)} {kind}")
+                raise UserError(
+                    f"prompt {prompt.id} has {count} {marker} markers but {len(media)} {kind}; write one marker for "
+                    "each, or none at all"
+                )
         remaining = {marker: iter(media) for marker, media in media_by_marker.items()}
         pieces = [next(remaining[piece]) if piece in remaining else piece for piece in pieces]
     system = (Message("system", (prompt.system,)),) if prompt.system else ()

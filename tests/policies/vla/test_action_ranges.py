@@ -33,15 +33,19 @@ def box(low, high):
         (
             scale([-90.0], [90.0]),
             box([-np.inf], [1]),
-            ["number 0 go from -90 to 90, but the simulator takes -inf to"],
+            ["the range of number 0 of an action is -90 to 90, but the simulator accepts -inf to"],
         ),
         (
             scale([-1.0, -90.0, -2.0], [1.0, 1.0, 2.0]),
             None,
-            ["numbers 1, 2 go from -90, -2 to 1, 2, but the simulator takes -1, -1 to 1, 1"],
+            ["numbers 1, 2 of an action is -90, -2 to 1, 2, but the simulator accepts -1, -1 to 1, 1"],
         ),
-        (scale([0.25, -1.0], [0.25, 1.0]), None, ["of number 0 are the same, 0.25: whatever"]),
-        (scale([9.0], [9.0]), None, ["of number 0 are the same, 9:", "number 0 go from 9 to 9"]),
+        (scale([0.25, -1.0], [0.25, 1.0]), None, ["of number 0 of an action are equal, 0.25, so"]),
+        (
+            scale([9.0], [9.0]),
+            None,
+            ["of number 0 of an action are equal, 9,", "the range of number 0 of an action is 9 to 9"],
+        ),
         (scale([9.0], [9.0], [False]), None, []),
     ],
 )
@@ -63,9 +67,9 @@ def test_how_far_outside_by_hand():
     [
         (True, [1.09] * 10, None),
         (True, [1.2, *[0.0] * 19], None),  # 5 %
-        (True, [1.2, -1.3, *[0.0] * 18], "10% of the numbers .* number 0 between -1.3 and 1.2; they are clipped to it"),
+        (True, [1.2, -1.3, *[0.0] * 18], "10% of the numbers .* and are clipped to it; number 0 goes from -1.3 to 1.2"),
         (False, [4.9] * 10, None),
-        (False, [6.0] * 10, "100% of the numbers .* number 0 between 6 and 6: set action.statistics"),
+        (False, [6.0] * 10, "100% of the numbers .* number 0 goes from 6 to 6. Set action.statistics"),
     ],
 )
 def test_demonstrations_outside_of_the_range(clipped, actions, expected):
@@ -90,4 +94,4 @@ def test_a_policy_says_once_that_demonstrations_do_not_fit(make, tmp_path, caplo
     taught = policy.demonstrate(shown(0.25, 45.0), [1]).inputs[0][0].sampled["actions"]
     np.testing.assert_allclose(taught[:2, 0], [0.5, 1.0])
     policy.demonstrate(shown(45.0), [1])
-    assert caplog.text.count("50% of the numbers of actions lie outside") == 1 == caplog.text.count("lie outside")
+    assert caplog.text.count("50% of the numbers in actions lie outside") == 1 == caplog.text.count("lie outside")

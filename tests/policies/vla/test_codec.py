@@ -65,9 +65,9 @@ def test_statistics_scale_and_return(tmp_path):
     ("content", "key", "message"),
     [
         ({"q99": [1.0]}, None, r"s\.json: arm\.action\.q01 is missing"),
-        ({"q01": [0.0], "q99": [1.0, 2.0]}, None, "arm.action.q99 has 2 numbers, the robot takes 1"),
+        ({"q01": [0.0], "q99": [1.0, 2.0]}, None, "arm.action.q99 has 2 numbers, but the robot takes 1"),
         ({"q01": [0.0], "q99": [1.0], "mask": [True, True]}, None, "arm.action.mask has 2 numbers"),
-        ({"q01": [0.0], "q99": [1.0]}, "leg", "statistics_key=leg is not in .*; it holds arm"),
+        ({"q01": [0.0], "q99": [1.0]}, "leg", "statistics_key=leg does not name one data set of .*; it holds arm"),
     ],
 )
 def test_faulty_statistics_are_named(tmp_path, content, key, message):

@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
         ({"action": {"chunk": 7}}, "action.chunk=7, but the LeRobot policy plans 6"),
         ({"head": {**FLOW, "likelihood": "learned"}}, "likelihood.type=learned is not supported by this model"),
         ({"action": {"statistics": "x.json"}}, "action.statistics"),
-        ({"simulator": "tabletop"}, "policy's action has 1 numbers, the simulator's"),
+        ({"simulator": "tabletop"}, "policy's action has 1 numbers, but the simulator's"),
         ({"lora": {"rank": 1, "targets": ["nothing"]}}, r"model.lora.targets=\['nothing'\] matches no linear layer"),
     ]:
         with pytest.raises(UserError, match=message):

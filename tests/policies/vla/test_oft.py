@@ -98,7 +98,9 @@ class TestConversion:
             (folder / file).write_bytes(pickle.dumps({"module.more": Trap(trap)}, protocol=2))
         else:
             torch.save(given, folder / file)
-        said = f"{file} is not a pickle of tensors alone and was not opened: it asks for io.open"
+        said = (
+            f"{file} cannot be opened safely, since pickles of more than tensors can run code: it would import io.open"
+        )
         with pytest.raises(UserError, match=said) as refusal:
             checkpoint_conversion.convert(folder, 4)
         assert "\n" not in str(refusal.value)
@@ -110,7 +112,7 @@ class TestConversion:
     def test_other_files_are_refused(self, checkpoints, tmp_path, content):
         folder = copy(checkpoints, tmp_path / "c", converted=False)
         (folder / reference.HEAD).write_bytes(content)
-        with pytest.raises(UserError, match=rf"^\S*{reference.HEAD} (is not a pickle of tensors alone|is not a head)"):
+        with pytest.raises(UserError, match=rf"^\S*{reference.HEAD} (cannot be opened safely|is not a head)"):
             checkpoint_conversion.convert(folder, 4)
 
     def test_what_is_not_known_is_named(self, checkpoints, tmp_path):
@@ -132,12 +134,12 @@ class TestConversion:
         refused(r"action_head--.* lacks model\.fc1\.bias", action_head=lacking)
         refused(r"action_head--.* has an unknown model\.more", action_head=head | {"model.more": torch.ones(1)})
         refused(
-            r"layer_norm1\.bias must be \[96\], it is \[1\]",
+            r"layer_norm1\.bias must have shape \[96\], but it has \[1\]",
             action_head=head | {"model.layer_norm1.bias": torch.ones(1)},
         )
         refused(r"proprio_projector--.* lacks fc2\.bias", proprio_projector=dict(list(projector.items())[:3]))
-        refused("holds more than named tensors", proprio_projector=[1])
-        refused("holds more than named tensors", proprio_projector={"fc1.weight": 1})
+        refused("must hold a mapping from names to tensors", proprio_projector=[1])
+        refused("must hold a mapping from names to tensors", proprio_projector={"fc1.weight": 1})
         refused("no file says how many actions a chunk has; give it, such as --chunk 8", chunk=None)
         folder = copy(checkpoints, tmp_path / "two", converted=False)
         shutil.copy(folder / reference.HEAD, folder / "action_head--50000_checkpoint.pt")
@@ -445,8 +447,12 @@ BAD = {
         {FILES[0]: None, reference.HEAD: None},
         "action.head.type=l1, but .* has no action_head.safetensors",
     ),
-    "pickles": ({}, {FILES[0]: None}, r"holds action_head--150000_checkpoint\.pt, a pickle, which no run opens"),
-    "state's pickle": ({}, {FILES[1]: None}, r"holds proprio_projector--.*, a pickle, which no run opens"),
+    "pickles": (
+        {},
+        {FILES[0]: None},
+        r"holds action_head--150000_checkpoint\.pt, a pickle, which mmrl train never opens",
+    ),
+    "state's pickle": ({}, {FILES[1]: None}, r"holds proprio_projector--.*, a pickle, which mmrl train never opens"),
     "diffusion": ({}, {"noisy_action_projector--1_checkpoint.pt": b""}, "its actions are denoised"),
     "film": ({}, {"vision_backbone--1_checkpoint.pt": b""}, r"the words \(FiLM\), which is not supported"),
     "torn": ({}, {FILES[0]: b"torn"}, r"action_head\.safetensors: .*header"),
@@ -465,7 +471,11 @@ BAD = {
         {},
         "action.statistics is not set, but model.path=.* was trained on scaled actions",
     ),
-    "another data set": ({"statistics_key": "leg"}, {}, "action.statistics_key=leg is not in .*; it holds arm"),
+    "another data set": (
+        {"statistics_key": "leg"},
+        {},
+        "action.statistics_key=leg does not name one data set of .*; it holds arm",
+    ),
     "twice scaled": ({"standardise": True}, {}, "action.standardise=true, but OpenVLA-OFT scales the state"),
     "flash": ({"attention": "flash_attention_2"}, {}, "action.head.type=l1 needs sdpa or eager"),
 }
@@ -489,9 +499,9 @@ def test_what_does_not_fit_is_named_before_weights_are_read(oft, checkpoints, tm
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("proprio", None, "arm.proprio.q01 is missing"),
-        ("proprio", {"q01": [0.0], "q99": [1.0]}, "arm.proprio.q01 has 1 numbers, the simulator's state has 2"),
-        ("action", {"q01": [0.0], "q99": [1.0]}, "arm.action.q01 has 1 numbers, the robot takes 3"),
+        ("proprio", None, "arm.proprio is missing"),
+        ("proprio", {"q01": [0.0], "q99": [1.0]}, "arm.proprio.q01 has 1 numbers, but the simulator's state has 2"),
+        ("action", {"q01": [0.0], "q99": [1.0]}, "arm.action.q01 has 1 numbers, but the robot takes 3"),
     ],
 )
 def test_statistics_must_fit(oft, checkpoints, tmp_path, kind, change, message):
@@ -509,12 +519,14 @@ def test_sizes_of_another_robot_are_named(make, checkpoints, tmp_path):
     folder = unreadable(copy(checkpoints, tmp_path / "c"))
     line = {"action": {"q01": [0.0], "q99": [1.0]}, "proprio": {"q01": [0.0], "q99": [1.0]}}
     (folder / "dataset_statistics.json").write_text(json.dumps({"line": line}))
-    with pytest.raises(UserError, match=r"action_head\.safetensors makes actions of 3 numbers, the simulator takes 1"):
+    with pytest.raises(
+        UserError, match=r"action_head\.safetensors makes actions of 3 numbers, but the simulator takes 1"
+    ):
         make({"type": "l1"}, str(folder), statistics=str(folder), prompt=None)
     (folder / FILES[0]).unlink()
     (folder / reference.HEAD).unlink()
     with pytest.raises(
-        UserError, match=r"proprio_projector\.safetensors takes a state of 2 numbers, the simulator's has 1"
+        UserError, match=r"proprio_projector\.safetensors takes a state of 2 numbers, but the simulator's has 1"
     ):
         make({"type": "token", "decoding": "bidirectional"}, str(folder), statistics=str(folder), prompt=None)
 

@@ -361,7 +361,7 @@ def test_what_does_not_fit_is_named(openvla, make, checkpoint, tmp_path):
     oft = copy("oft")
     (oft / "action_head--150000_checkpoint.pt").write_bytes(b"")
     with pytest.raises(
-        UserError, match=r"holds action_head--150000_checkpoint\.pt, a pickle, which no run opens; make"
+        UserError, match=r"holds action_head--150000_checkpoint\.pt, a pickle, which mmrl train never opens; convert"
     ):
         openvla(path=oft)
     pickled = copy("pickled")

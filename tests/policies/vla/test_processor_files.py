@@ -88,7 +88,9 @@ def test_one_of_several_groups_is_chosen(tmp_path, key):
         "choose with action.statistics_key",
     ):
         load_processor_files("P", tmp_path, actions())
-    with pytest.raises(UserError, match="has no action.statistics_key=so of observation.state; it has so100"):
+    with pytest.raises(
+        UserError, match="action.statistics_key=so does not select one entry of observation.state; it has so100"
+    ):
         load_processor_files("P", tmp_path, actions(statistics_key="so"))
 
 
@@ -99,7 +101,7 @@ def test_one_of_several_groups_is_chosen(tmp_path, key):
             "action",
             "has no mean and std of observation.state, .*it holds action.mean, action.std",
         ),
-        ("observation.state", "has no mean and std of action, without which LeRobot would leave its numbers"),
+        ("observation.state", "has no mean and std of action, without which LeRobot would not normalise"),
         ("action.mean", "has no mean and std of observation.state.*it holds action.mean. Set action.statistics"),
         ("nothing", "it holds nothing"),
     ],
@@ -125,11 +127,14 @@ def test_what_is_not_normalised_needs_no_statistics(tmp_path):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ({"features": {"action": FEATURES["action"]}}, "normalises action, not observation.state"),
-        ({"modes": {**MEAN_STD, "ACTION": "SINE"}}, "normalises actions by SINE; known are MEAN_STD"),
+        ({"features": {"action": FEATURES["action"]}}, "names a mode for observation.state but lists only action"),
+        (
+            {"modes": {**MEAN_STD, "ACTION": "SINE"}},
+            "normalises actions by SINE, which is not supported; use a policy with one of MEAN_STD",
+        ),
         ({"state_files": False}, "has no mean and std of observation.state.*it holds nothing"),
         ({"statistics": STATISTICS | {"action.std": [float("inf"), 1.0]}}, "statistics of action are not finite"),
-        ({"statistics": STATISTICS | {"action.std": [1.0, -1.0]}}, "number 1 of action has a range below 0"),
+        ({"statistics": STATISTICS | {"action.std": [1.0, -1.0]}}, r"number 1 of action has a negative std \(-1\)"),
     ],
 )
 def test_processors_that_do_not_fit_are_named(tmp_path, made, message):
@@ -175,7 +180,7 @@ def test_statistics_that_cannot_replace_are_named(tmp_path):
         (
             {"a": {"proprio": OWN_DATA["observation.state"], "action": {"mask": [True, False], "q01": [0, 0]}}},
             {"replace_statistics": True},
-            "the mask of a.action leaves numbers as they are",
+            "the mask of a.action excludes numbers",
         ),
         (OWN_DATA, {"replace_statistics": True, "normalisation": "min_max"}, "action.normalisation=min_max, but the"),
     ]:
@@ -197,4 +202,4 @@ def test_numbers_that_never_moved_are_held(tmp_path, caplog, mode, names, second
     for kind in ("state", "action"):
         numbers = torch.tensor([[0.9, 0.9], [0.1, -3.0]])
         torch.testing.assert_close(files.constants[kind].fill(numbers), torch.tensor([[0.9, 0.5], [0.1, 0.5]]))
-    assert "model.path=P: action [1] is constant in its data and stays there" in caplog.text
+    assert "model.path=P: numbers [1] of action are constant in the policy's statistics" in caplog.text

@@ -82,7 +82,7 @@ def test_least_and_largest_numbers_where_there_are_no_quantiles(tmp_path, caplog
     caplog.set_level("INFO")
     tree = {"action": {"min": [-2.0], "max": [4.0], "mean": [9.0], "std": [1.0]}}
     assert load_statistics(str(write(tmp_path, "stats.json", tree)), None, 1).to_robot(np.array([0.5])) == 2.5
-    assert "action.min and max stand for -1 and 1, for it has no q01 and q99" in caplog.text
+    assert "action has no q01 and q99; its min and max are mapped to -1 and 1" in caplog.text
 
 
 def test_states_of_each_library(tmp_path):
@@ -129,7 +129,9 @@ def test_a_group_is_chosen(tmp_path, key):
     assert load_statistics(path, key, 2).to_robot(ROBOT)[0] == 1.0
     with pytest.raises(UserError, match=r"holds so100\.buffer, so100-red\.buffer; choose one with action"):
         load_statistics(path, None, 2)
-    with pytest.raises(UserError, match="statistics_key=so is not in .*; it holds so100.buffer, so100-red.buffer"):
+    with pytest.raises(
+        UserError, match="statistics_key=so does not name one data set of .*; it holds so100.buffer, so100-red.buffer"
+    ):
         load_statistics(path, "so", 2)
 
 
@@ -140,8 +142,8 @@ def test_a_group_is_chosen(tmp_path, key):
             {"observation.state": every(0, 1)},
             r"has no statistics of actions \(action or actions\); it holds obs",
         ),
-        ({"timestamp": {"mean": [1.0]}}, "no statistics of actions; it holds timestamp"),
-        ({"action": {"q01": [0.0] * 6, "q99": [1.0] * 6}}, "action.q01 has 6 numbers, the robot takes 2"),
+        ({"timestamp": {"mean": [1.0]}}, r"no statistics of actions \(action or actions\); it holds timestamp"),
+        ({"action": {"q01": [0.0] * 6, "q99": [1.0] * 6}}, "action.q01 has 6 numbers, but the robot takes 2"),
         ({"action": {"q01": [0.0, None], "q99": [1.0, 1.0]}}, "action.q01 must be finite"),
         ({"action": {"q01": 0.0, "q99": 1.0}}, "action.q01 must be a list of numbers"),
         ({"action": {"q01": [[0.0], [0.0]], "q99": [1.0, 1.0]}}, "action.q01 must be a list of 2 numbers"),

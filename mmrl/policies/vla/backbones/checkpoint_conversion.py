@@ -64,7 +64,7 @@ def find_pickle(folder: Path, part: oft.PartName) -> Path | None:
     """Returns the published pickle of a part in `folder`, None if there is none. Raises UserError for several."""
     paths = sorted(folder.glob(oft.PUBLISHED[part]))
     if len(paths) > 1:
-        raise UserError(f"{folder} holds {paths[0].name} and {paths[1].name}; remove the one that is not meant")
+        raise UserError(f"{folder} holds {paths[0].name} and {paths[1].name}; remove one of them")
     return paths[0] if paths else None
 
 
@@ -75,16 +75,18 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings(action="ignore"):  # of the pickle's protocol
             loaded: object = torch.load(file, map_location="cpu", weights_only=True)
     except LOAD_ERRORS as error:
-        raise UserError(f"{file} is not a pickle of tensors alone and was not opened: {error_summary(error)}") from None
+        raise UserError(
+            f"{file} cannot be opened safely, since pickles of more than tensors can run code: {error_summary(error)}"
+        ) from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and type(v) is Tensor for k, v in loaded.items()):
-        raise UserError(f"{file} holds more than named tensors")
+        raise UserError(f"{file} must hold a mapping from names to tensors, and nothing else")
     return {name.removeprefix(oft.DISTRIBUTED): value.contiguous() for name, value in loaded.items()}
 
 
 def error_summary(error: BaseException) -> str:
     """Extracts the cause from an error of torch.load, whose further text advises to open the file nevertheless."""
     if match := re.search(r"GLOBAL (\S+)", str(error)):
-        return f"it asks for {match[1]}"
+        return f"it would import {match[1]}"
     message = re.search(r"WeightsUnpickler error:\s*(.+)", str(error)) or re.search(r"(.+)", str(error))
     return message[1][:120] if message else type(error).__name__
 

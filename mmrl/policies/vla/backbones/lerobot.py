@@ -200,9 +200,15 @@ class LeRobotBackbone(Backbone):
             ("state", self.state_dim, state_dim),
         ):
             if policy_size != robot_size:
-                raise UserError(f"the LeRobot policy's {name} has {policy_size} numbers, the simulator's {robot_size}")
+                raise UserError(
+                    f"the LeRobot policy's {name} has {policy_size} numbers, but the simulator's has {robot_size}; use "
+                    "the simulator of the robot that the policy was trained on"
+                )
         if action.chunk > config.chunk_size:
-            raise UserError(f"action.chunk={action.chunk}, but the LeRobot policy plans {config.chunk_size} actions")
+            raise UserError(
+                f"action.chunk={action.chunk}, but the LeRobot policy plans {config.chunk_size} actions; set "
+                "action.chunk to this number or less"
+            )
         latent = (config.chunk_size, config.max_action_dim)
         return LeRobotHead(settings, action, action_dim, state_dim, latent, self)
 

@@ -127,10 +127,10 @@ def check_shapes(file: Path, actual: Shapes, expected: Shapes) -> None:
         ("has an unknown", actual.keys() - expected.keys()),
     ):
         if names:
-            raise UserError(f"{file} {problem} {min(names)}; it is not part of a supported OpenVLA-OFT")
+            raise UserError(f"{file} {problem} {min(names)}; only files of OpenVLA-OFT are supported")
     for name in sorted(expected):
         if actual[name] != expected[name]:
-            raise UserError(f"{file}: {name} must be {list(expected[name])}, it is {list(actual[name])}")
+            raise UserError(f"{file}: {name} must have shape {list(expected[name])}, but it has {list(actual[name])}")
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,17 @@ class PartFiles:
         shapes, metadata = read_header(file)
         size = shapes.get("model.fc2.bias", torch.Size([action_dim]))[0]
         if size != action_dim:
-            raise UserError(f"{file} makes actions of {size} numbers, the simulator takes {action_dim}")
+            raise UserError(
+                f"{file} makes actions of {size} numbers, but the simulator takes {action_dim}; use the simulator of "
+                "the robot that it was trained on"
+            )
         check_shapes(file, shapes, head_shapes(width, action_dim))
         if "chunk" not in metadata:
-            raise UserError(f"{file} does not say how many actions a chunk has; let mmrl convert write it")
+            raise UserError(f"{file} does not say how many actions a chunk has; write it again with mmrl convert")
         if int(metadata["chunk"]) != chunk:
-            raise UserError(f"action.chunk={chunk}, but {file} was trained on chunks of {metadata['chunk']}")
+            raise UserError(
+                f"action.chunk={chunk}, but {file} was trained on chunks of {metadata['chunk']}; set that length"
+            )
 
     def _check_projector(self, file: Path, path: str, action: Actions, width: int, state_dim: int) -> None:
         """Raises UserError if the state projector is switched off, has another state size than the robot, or would get
@@ -194,7 +199,10 @@ class PartFiles:
         shapes, _ = read_header(file)
         size = shapes.get("fc1.weight", torch.Size([width, state_dim]))[-1]
         if size != state_dim:
-            raise UserError(f"{file} takes a state of {size} numbers, the simulator's has {state_dim}")
+            raise UserError(
+                f"{file} takes a state of {size} numbers, but the simulator's has {state_dim}; use the simulator of "
+                "the robot that it was trained on"
+            )
         check_shapes(file, shapes, projector_shapes(width, state_dim))
         if action.standardise:
             raise UserError(
@@ -219,8 +227,8 @@ def check_readable(path: str, names: Sequence[str]) -> None:
         for name in fnmatch.filter(names, pattern):
             if FILES[part] not in names:
                 raise UserError(
-                    f"model.path={path} holds {name}, a pickle, which no run opens; make {FILES[part]} of it once, "
-                    "in a folder of this machine that holds the checkpoint, with: mmrl convert FOLDER"
+                    f"model.path={path} holds {name}, a pickle, which mmrl train never opens; convert it once to "
+                    f"{FILES[part]}, in a local folder with the checkpoint, with: mmrl convert FOLDER"
                 )
 
 

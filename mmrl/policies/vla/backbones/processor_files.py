@@ -111,12 +111,14 @@ class Normaliser:
             return ()
         if mode not in MODES:
             raise UserError(
-                f"{self.where} normalises {feature_type}s by {mode}; known are {', '.join((*MODES, IDENTITY))}"
+                f"{self.where} normalises {feature_type}s by {mode}, which is not supported; use a policy with one of "
+                f"{', '.join((*MODES, IDENTITY))}"
             )
         if FEATURES[feature_type] not in self.features:
             raise UserError(
-                f"{self.where} normalises {', '.join(self.features) or 'nothing'}, not {FEATURES[feature_type]}, which "
-                "LeRobot would leave as it is"
+                f"{self.where} names a mode for {FEATURES[feature_type]} but lists only "
+                f"{', '.join(self.features) or 'nothing'} as features, so LeRobot would not normalise it; add it to "
+                "`features`"
             )
         return MODES[mode]
 
@@ -135,8 +137,8 @@ class Normaliser:
         candidates = [n for n, entry in entries.items() if ends_with(n, [feature]) and set(required) <= set(entry)]
         if not candidates:
             raise UserError(
-                f"{self.where} has no {' and '.join(required)} of {feature}, without which LeRobot would leave its "
-                f"numbers as they are; it holds {', '.join(sorted(self.tensors)) or 'nothing'}. Set action.statistics "
+                f"{self.where} has no {' and '.join(required)} of {feature}, without which LeRobot would not normalise "
+                f"its numbers; it holds {', '.join(sorted(self.tensors)) or 'nothing'}. Set action.statistics "
                 "to those of your data (its folder or meta/stats.json) and action.replace_statistics=true"
             )
         data_sets = {name: name.removesuffix(feature).rstrip(".") for name in candidates}
@@ -145,7 +147,8 @@ class Normaliser:
             matches = matches or [name for name, data_set in data_sets.items() if data_set.startswith(f"{key}.")]
             if len(matches) != 1:
                 raise UserError(
-                    f"{self.where} has no action.statistics_key={key} of {feature}; it has {', '.join(candidates)}"
+                    f"{self.where}: action.statistics_key={key} does not select one entry of {feature}; it has "
+                    f"{', '.join(candidates)}"
                 )
             return entries[matches[0]]
         if feature in candidates:
@@ -164,8 +167,8 @@ class Normaliser:
         size = self.size(feature_type)
         if not data_set.mask(feature_type, size).all():
             raise UserError(
-                f"{data_set.where}: the mask of {data_set.entry(feature_type)[0]} leaves numbers as they are, which "
-                "LeRobot's processors cannot"
+                f"{data_set.where}: the mask of {data_set.entry(feature_type)[0]} excludes numbers from normalisation, "
+                "which LeRobot's processors cannot do; use statistics without a mask"
             )
         required, (_, entry) = self.required_statistics(feature_type), data_set.entry(feature_type)
         names = [*required, *(name for name in NUMBERS if name in entry and name not in required)]
@@ -186,7 +189,8 @@ class Normaliser:
         if (span < 0).any():
             number = int((span < 0).nonzero()[0])
             raise UserError(
-                f"{self.where}: number {number} of {FEATURES[feature_type]} has a range below 0; correct it, or set "
+                f"{self.where}: number {number} of {FEATURES[feature_type]} has a negative "
+                f"{'std' if is_mean_std else 'range'} ({float(span[number]):.4g}); correct it, or set "
                 "action.statistics and action.replace_statistics=true"
             )
         return ConstantValues(span == 0, first)
@@ -215,7 +219,13 @@ def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorF
         if values is not None and values.mask.any():
             numbers = values.mask.flatten().nonzero().flatten().tolist()
             log.warning(
-                "model.path=%s: %s %s is constant in its data and stays there", path, FEATURES[feature_type], numbers
+                "model.path=%s: numbers %s of %s are constant in the policy's statistics, so %s",
+                path,
+                numbers,
+                FEATURES[feature_type],
+                "actions always have these values"
+                if feature_type == "action"
+                else "the policy does not see them change",
             )
     return ProcessorFiles(contents, constants)
 
@@ -230,7 +240,9 @@ def _replacement(path: str, action: Actions) -> DataSetStatistics | None:
         )
     if action.replace_statistics:
         if action.statistics is None:
-            raise UserError("action.replace_statistics=true needs action.statistics, which is not set")
+            raise UserError(
+                "action.replace_statistics=true needs action.statistics; set it to the data set's file of statistics"
+            )
         return read(action.statistics, action.statistics_key)
     if action.statistics is not None:
         raise UserError(

@@ -104,7 +104,7 @@ class SmallBackbone(Backbone):
         if self.config.codes and image.shape[1:3] != (side, side):
             raise UserError(
                 f"this small network reads boards of {side} x {side} squares, but the simulator shows "
-                f"{image.shape[1]} x {image.shape[2]}"
+                f"{image.shape[1]} x {image.shape[2]}; build the network for this size, or change task.options"
             )
         for channel, num_codes in enumerate(self.config.codes):
             max_code = int(image[..., channel].max())
