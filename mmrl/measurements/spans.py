@@ -77,8 +77,8 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         other_unit = next((rollout_spans.unit for rollout_spans in spans if rollout_spans.unit != self.of), None)
         if other_unit is not None:
             raise UserError(
-                f"reward {self.reward!r} returned spans of {other_unit}, not of {self.of}; set of={other_unit} in the "
-                "section of algorithm that names this reward"
+                f"reward {self.reward!r} is used with of={self.of}, but "
+                f"returned spans of {other_unit}; set of={other_unit} in the section of algorithm that names it"
             )
 
     def _shares(self, rollouts: Rollouts, bounds: Sequence[list[Bounds]], context: CollectedContext) -> list[Tensor]:
