@@ -150,7 +150,8 @@ def _add_training(commands: Commands) -> None:
 
 
 def _add_inspection(commands: Commands) -> None:
-    """Adds the commands that show runs, recipes and methods: report, watch, push, recipes, config and methods."""
+    """Adds the commands that show runs, recipes and methods: report, watch, push, recipes, config, rewards and
+    methods."""
     report = commands.add_parser("report", help="write one HTML file about one or several runs: curves, health, images")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory")
     report.add_argument(
@@ -178,6 +179,15 @@ def _add_inspection(commands: Commands) -> None:
     config = commands.add_parser("config", help="describe a key of the configuration, or all")
     config.add_argument("key", nargs="?", help="such as rollout.temperature, or a section")
     config.set_defaults(run=run_config)
+    rewards = commands.add_parser("rewards", help="list rewards that need packages or weights, or install one")
+    rewards.set_defaults(run=run_rewards)
+    actions: Commands = rewards.add_subparsers(metavar="install")
+    install = actions.add_parser("install", help="make the environment of a reward, and print the lines of a recipe")
+    install.add_argument("name", help="a name that mmrl rewards lists")
+    text = "where environments are made; default: $MMRL_REWARDS, else ~/.cache/mmrl/rewards"
+    install.add_argument("--folder", type=Path, help=text)
+    install.add_argument("--dry-run", action="store_true", help="print the commands, and run none")
+    install.set_defaults(run=run_rewards_install)
     methods = commands.add_parser("methods", help="list algorithms, loss terms, samplers and others, or describe one")
     methods.add_argument("name", nargs="?")
     methods.set_defaults(run=run_methods)
@@ -598,6 +608,18 @@ def run_methods(options: argparse.Namespace) -> int:
     from mmrl.cli.methods import describe_methods
 
     return show(describe_methods(options.name))
+
+
+def run_rewards(options: argparse.Namespace) -> int:
+    from mmrl.rewards.models.environments import describe_catalogue
+
+    return show(describe_catalogue())
+
+
+def run_rewards_install(options: argparse.Namespace) -> int:
+    from mmrl.rewards.models.environments import install, plan
+
+    return show((plan if options.dry_run else install)(options.name, options.folder))
 
 
 def show(lines: list[str]) -> int:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.rewards.guarded import GuardedReward
-from mmrl.rewards.registry import LOWEST, build, is_custom
+from mmrl.rewards.registry import ELSEWHERE, LOWEST, build, is_custom
 from mmrl.rewards.services.failures import Failures
+from mmrl.rewards.services.interpreter import RewardProcess
 from mmrl.rewards.services.isolated import IsolatedReward
 from mmrl.rewards.services.spans import store_spans
 from mmrl.rewards.settings import RewardSpec
@@ -29,11 +30,18 @@ MAX_TIMEOUTS, MAX_TIMEOUTS_IN_PROCESS = 32, 4  # calls of a batch that may time 
 def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     """Builds a reward inside a guard, so that its faults cost samples and not the run.
 
-    Raises ValueError as `mmrl.rewards.build`, for a deadline that cannot be enforced, and for a batch size of a reward
-    that takes no batches.
+    Raises ValueError as `mmrl.rewards.build`, for a deadline that cannot be enforced, for a batch size of a reward that
+    takes no batches, and for a reward that needs another interpreter and has no `python`.
     """
     timeout_score = LOWEST.get(spec.name, 0.0) if spec.on_timeout == "lowest" else None
     failures = Failures(spec.column, timeout_score)
+    if spec.python is not None:
+        return _build_elsewhere(spec, spec.python, failures)
+    if spec.name in ELSEWHERE:
+        raise ValueError(
+            f"reward {spec.name!r} needs python: the interpreter of an environment of its own, which mmrl rewards "
+            f"install {spec.name} makes"
+        )
     reward = build(
         spec.name,
         spec.options,
@@ -52,6 +60,21 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     failures.max_timeouts = spec.max_timeouts or MAX_TIMEOUTS_IN_PROCESS
     default_s = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
     return GuardedReward(reward, failures, (spec.deadline_s or default_s) if is_custom(spec.name) else None)
+
+
+def _build_elsewhere(spec: RewardSpec, python: str, failures: Failures) -> GuardedReward:
+    """Builds a reward that runs under another interpreter. Raises ValueError as `RewardProcess`, for settings of
+    isolated rewards, and as `_check_batch_size`."""
+    if spec.isolated or spec.workers is not None or spec.limits is not None:
+        raise ValueError(
+            f"reward {spec.name!r}: python gives it one process of its own; leave out isolated, workers and limits"
+        )
+    failures.max_timeouts = spec.max_timeouts or MAX_TIMEOUTS_IN_PROCESS
+    reward = RewardProcess(
+        spec.name, spec.options, python, spec.deadline_s or BATCH_S, failures, signature=spec.signature
+    )
+    _check_batch_size(spec, reward)
+    return GuardedReward(reward, failures, None)
 
 
 def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:

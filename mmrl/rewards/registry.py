@@ -11,8 +11,8 @@ from mmrl.children.limits import Limits
 from mmrl.errors import describe_error
 from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
 from mmrl.rewards.adapters.signatures import Signature, adapt, check_signature
-from mmrl.rewards.judges import pairs, process, text, visual
-from mmrl.rewards.models import image_reward, vlm_reward
+from mmrl.rewards.judges import pairs, process, soft_tifa, text, visual, written
+from mmrl.rewards.models import deqa, image_reward, vlm_reward
 from mmrl.rewards.programs import charts, solids, unit_tests
 from mmrl.rewards.services import http
 from mmrl.rewards.services.failures import Failures
@@ -65,6 +65,8 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "vlm_preference": visual.VlmPreference,
     "vlm_reference": pairs.ReferenceJudge,
     "edit_judge": pairs.EditJudge,
+    "written_score": written.WrittenScore,
+    "soft_tifa": soft_tifa.SoftTifa,
     "answer_judge": text.AnswerJudge,
     "rubric_judge": text.RubricJudge,
     "consistency_judge": text.ConsistencyJudge,
@@ -77,12 +79,14 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "source_similarity": edits.source_similarity,
     "image_reward": image_reward.ImageReward,
     "vlm_reward": vlm_reward.VlmReward,
+    "deqa": deqa.DeQA,
     "unit_tests": unit_tests.UnitTests,
     "chart_code": charts.ChartCode,
     "svg_code": charts.SvgCode,
     "solid_code": solids.SolidCode,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they run in processes of their own
+ELSEWHERE = frozenset({"deqa"})  # run under another interpreter only: older packages, code of a model's own
 DEADLINE_S = 5.0  # seconds for one sample, default for isolated rewards
 LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0, "abstention": -1.0}  # lowest score by reward; others: 0
 

@@ -58,10 +58,16 @@ class RewardSpec(Section):
     isolated: bool | None = option(
         None, "run it in separate processes; default: only for rewards that are known to hang, such as math"
     )
+    python: str | None = option(
+        None,
+        "Python interpreter of another environment, whose process runs the reward, such as those that `mmrl rewards "
+        "install` makes; default: the interpreter of the trainer",
+    )
     deadline_s: float | None = option(
         None,
-        "time limit: for a sample of an isolated reward (default 5), or for a call of a custom reward in this process, "
-        "which is a sample (default 60) or a batch (default 600)",
+        "time limit: for a sample of an isolated reward (default 5), for a batch of a reward with `python` (default "
+        "600), or for a call of a custom reward in this process, which is a sample (default 60) or a batch (default "
+        "600)",
         unit="s",
         gt=0,
     )

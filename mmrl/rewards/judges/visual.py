@@ -10,11 +10,11 @@ import json
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from PIL import Image
@@ -30,6 +30,7 @@ WHICH_IS_BETTER = (
     'Which of these two images shows "{prompt}" more correctly and in better quality? '
     "Answer with one digit, 1 for the first or 2 for the second."
 )
+Answer = TypeVar("Answer")
 MAX_TOP_LOGPROBS = 20  # that OpenAI's protocol returns
 
 
@@ -86,8 +87,18 @@ class Endpoint:
         )
 
     def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
+        return self._concurrently(lambda question: self._ask(question, answers), questions)
+
+    def write(self, questions: Sequence[JudgeQuestion], max_tokens: int) -> list[str]:
+        """Returns the answers of at most `max_tokens` tokens. Raises UserError for a server that gives none."""
+        return self._concurrently(lambda question: self._write(question, max_tokens), questions)
+
+    def _concurrently(
+        self, function: Callable[[JudgeQuestion], Answer], questions: Sequence[JudgeQuestion]
+    ) -> list[Answer]:
+        """Returns the function's value for each question, computed in threads."""
         with ThreadPoolExecutor(self.concurrency) as pool:
-            futures = [pool.submit(self._ask, question, answers) for question in questions]
+            futures = [pool.submit(function, question) for question in questions]
             try:
                 return [future.result() for future in futures]
             except UserError:
@@ -96,21 +107,7 @@ class Endpoint:
 
     def _ask(self, question: JudgeQuestion, answers: tuple[str, str]) -> tuple[float, float]:
         """Sends one question and returns the probabilities of the two answers."""
-        headers = {"Content-Type": "application/json"}
-        if self.api_key_env is not None:
-            headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
-        urls = [f"data:image/png;base64,{png_base64(image)}" for image in question.images]
-        content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        request = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": [*content, {"type": "text", "text": question.text}]}],
-            "max_tokens": self.think_tokens + 1,
-            "temperature": 0,
-            "logprobs": True,
-            "top_logprobs": MAX_TOP_LOGPROBS,
-        }
-        body = json.dumps(request).encode()
-        answer = post(self.url, body, headers, deadline_s=self.deadline_s, retries=self.retries)
+        answer = self._post(question, max_tokens=self.think_tokens + 1, logprobs=True, top_logprobs=MAX_TOP_LOGPROBS)
         try:
             content_tokens = answer["choices"][0]["logprobs"]["content"]
             position = _verdict(content_tokens, answers) if self.think_tokens else 0
@@ -126,6 +123,32 @@ class Endpoint:
         first, second = (sum(p for token, p in alternatives if _is_word(token, word)) for word in answers)
         return first, second
 
+    def _write(self, question: JudgeQuestion, max_tokens: int) -> str:
+        """Sends one question and returns the text of the answer."""
+        answer = self._post(question, max_tokens=max_tokens)
+        try:
+            return str(answer["choices"][0]["message"]["content"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise UserError(
+                f"judge {self.url} answered without choices[0].message.content ({error!r}); choose a server of chats"
+            ) from None
+
+    def _post(self, question: JudgeQuestion, **settings: Any) -> Any:
+        """Sends one question and returns the server's JSON. settings: further keys of the request."""
+        headers = {"Content-Type": "application/json"}
+        if self.api_key_env is not None:
+            headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
+        urls = [f"data:image/png;base64,{png_base64(image)}" for image in question.images]
+        content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        request = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": [*content, {"type": "text", "text": question.text}]}],
+            "temperature": 0,
+            **settings,
+        }
+        body = json.dumps(request).encode()
+        return post(self.url, body, headers, deadline_s=self.deadline_s, retries=self.retries)
+
 
 def _verdict(tokens: Sequence[Any], answers: tuple[str, str]) -> int | None:
     """Returns the position of the last token that is one of the answers; None if there is none."""
@@ -138,7 +161,7 @@ class LocalJudge:
     `batch_size` questions in one forward pass. Raises ValueError if it cannot be loaded, and if it has no token for an
     answer."""
 
-    def __init__(self, path: str, answers: tuple[str, str], batch_size: int, dtype: str, device: str | None):
+    def __init__(self, path: str, answers: Sequence[str], batch_size: int, dtype: str, device: str | None):
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         if batch_size < 1:
@@ -149,31 +172,54 @@ class LocalJudge:
         except (OSError, ValueError) as error:
             raise ValueError(f"judge {path!r} cannot be loaded: {error}") from error
         self.model: Any = model.eval().requires_grad_(False)
-        self.batch_size, self.device = batch_size, device
+        self.path, self.batch_size, self.device = path, batch_size, device
         tokenizer = self.processor.tokenizer
-        tokens = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
-        self._ids = {word: [i for i, token in enumerate(tokens) if _is_word(token, word)] for word in answers}
-        for word, ids in self._ids.items():
-            if not ids:
-                raise ValueError(f"judge {path!r} has no token {word!r}; choose other answers")
+        self._tokens: list[str] = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
+        self._ids: dict[str, list[int]] = {}
+        for word in answers:
+            self._token_ids(word)
 
     @torch.no_grad()
     def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
-        device, result = device_of(self.device), list[tuple[float, float]]()
+        """Raises ValueError as the constructor, for answers that differ from its own."""
+        ids, result = [self._token_ids(word) for word in answers], list[tuple[float, float]]()
+        for inputs in self._batches(questions):
+            logits = self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
+            probabilities = logits.softmax(-1).cpu()
+            columns = (probabilities[:, of_word].sum(1).tolist() for of_word in ids)
+            result += zip(*columns, strict=True)
+        return result
+
+    @torch.no_grad()
+    def write(self, questions: Sequence[JudgeQuestion], max_tokens: int) -> list[str]:
+        """Returns the most probable answers, token by token, of at most `max_tokens` tokens."""
+        texts: list[str] = []
+        for inputs in self._batches(questions):
+            tokens = self.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+            answers = tokens[:, inputs["input_ids"].shape[1] :]
+            texts += self.processor.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return texts
+
+    def _batches(self, questions: Sequence[JudgeQuestion]) -> Iterator[Any]:
+        """Yields the model's inputs for `batch_size` questions at a time, on the model's device."""
+        device = device_of(self.device)
         self.model.to(device)
         for first in range(0, len(questions), self.batch_size):
             part = questions[first : first + self.batch_size]
-            inputs = self.processor(
+            yield self.processor(
                 text=[self._chat(question) for question in part],
                 images=[list(question.images) for question in part],
                 padding=True,
                 return_tensors="pt",
             ).to(device)
-            logits = self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
-            probabilities = logits.softmax(-1).cpu()
-            columns = (probabilities[:, self._ids[word]].sum(1).tolist() for word in answers)
-            result += zip(*columns, strict=True)
-        return result
+
+    def _token_ids(self, word: str) -> list[int]:
+        """Returns the tokens that are a word. Raises ValueError if there are none."""
+        if word not in self._ids:
+            self._ids[word] = [i for i, token in enumerate(self._tokens) if _is_word(token, word)]
+        if not self._ids[word]:
+            raise ValueError(f"judge {self.path!r} has no token {word!r}; choose other answers")
+        return self._ids[word]
 
     def _chat(self, question: JudgeQuestion) -> str:
         """Returns the question in the model's chat template."""

@@ -2,5 +2,5 @@
 
 Each reads the parameter names of its publisher's file, so that a tiny file in that layout tests it fully. The published
 weights themselves were not available for tests ("format tested"). To add one, write a class beside these and add a line
-to the registry.
+to the registry. `catalogue` lists what rewards need, and `environments` installs it.
 """
