@@ -27,7 +27,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("written: the first marker counts", J + "written.py", "text.rpartition(self.after)", "text.partition(self.after)", WRITTEN),
     ("written: not scaled", J + "written.py", "(number - self.low) / (self.high - self.low)", "number / self.high", WRITTEN),
     ("written: beyond the bounds", J + "written.py", "if self.low <= number <= self.high else None", "if True else None", WRITTEN),
-    ("written: a word may go on", J + "written.py", r"(?![\w.])", "", WRITTEN),
+    ("written: a word may go on", J + "written.py", r"(?!\w|\.\d)", "", WRITTEN),
     ("written: the source is not shown", J + "written.py", "if self.source else ()", "if not self.source else ()", WRITTEN),
     ("soft_tifa: digits do not count", J + "soft_tifa.py", "min(1.0, word + digit)", "min(1.0, word)", WRITTEN),
     ("soft_tifa: a word counts twice", J + "soft_tifa.py", "if words[0] != words[1] else word", "if True else word", WRITTEN),

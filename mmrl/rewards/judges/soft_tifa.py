@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mmrl.errors import UserError
-from mmrl.rewards.judges.visual import JudgeQuestion, JudgeReward
+from mmrl.rewards.judges.visual import JudgeQuestion
+from mmrl.rewards.judges.written import OpenJudge
 from mmrl.rewards.types import Score, as_pil, image_of, score_finite
 from mmrl.rollouts import Sample
 
@@ -16,13 +17,13 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 DIGITS = {word: str(number) for number, word in enumerate(NUMBERS)}
 
 
-class SoftTifa(JudgeReward):
+class SoftTifa(OpenJudge):
     """The mean of the probabilities, 0 to 1, that a judge gives to the right answers of questions about an image.
 
     The questions of a prompt are its metadata under `key`, a list of [question, answer], as in GenEval 2's file. An
     answer is one word, compared without case; for "two", "2" counts too. mean: geometric (the image as a whole) or
     arithmetic (its parts). None for an image with NaN or inf. score() raises UserError for a prompt without questions.
-    The other options are those of `JudgeReward`, but an endpoint does not think first.
+    The other options are those of `OpenJudge`.
     """
 
     scope: Literal["sample"] = "sample"
@@ -39,9 +40,7 @@ class SoftTifa(JudgeReward):
             raise ValueError("question must contain {question}, which each question of a prompt replaces")
         if mean not in ("geometric", "arithmetic"):
             raise ValueError(f"mean must be geometric or arithmetic, not {mean!r}")
-        if "think_tokens" in judge or "answers" in judge:
-            raise ValueError("think_tokens and answers are not for soft_tifa, whose prompts have the answers")
-        super().__init__(question="{prompt}", answers=("yes", "no"), **judge)
+        super().__init__(**judge)
         self.key, self.mean, self.template = key, mean, question
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
