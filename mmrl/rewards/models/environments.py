@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import shlex
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.models.catalogue import CATALOGUE, CatalogueEntry, WeightFile
 from mmrl.runtime.files import user_cache
@@ -26,6 +24,7 @@ from mmrl.settings.section import nearest
 
 FOLDER_VARIABLE = "MMRL_REWARDS"  # environment variable with the default folder of environments
 MARKER = "mmrl-rewards.txt"
+PACKAGE = Path(__file__).resolve().parents[2]  # the folder of mmrl
 
 
 def describe_catalogue() -> list[str]:
@@ -193,7 +192,7 @@ def _link_package(environment: Path) -> None:
     """Makes this mmrl importable in the environment, and nothing beside it."""
     command = [str(interpreter(environment)), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
-    link, target = packages / "mmrl", Path(os.path.dirname(mmrl.__file__))
+    link, target = packages / "mmrl", PACKAGE
     if not (link.is_symlink() and link.resolve() == target.resolve()):
         link.unlink(missing_ok=True)
         link.symlink_to(target)
