@@ -85,7 +85,7 @@ def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
         return
     option = "on_timeout" if spec.on_timeout != "unscored" else "deadline_s" if spec.deadline_s is not None else None
     if option is not None:
-        raise ValueError(f"reward {spec.name!r}: {option} needs isolated: true, for only then it is stopped in time")
+        raise ValueError(f"reward {spec.name!r}: {option} needs isolated: true, which runs it in a process")
 
 
 def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
@@ -133,7 +133,9 @@ class RewardSet:
         group, a reward server that is down, and a sample of the wrong kind.
         """
         if group is not None and group.shape != (len(samples),):
-            raise ValueError(f"group has the shape {tuple(group.shape)}, for {len(samples)} samples")
+            raise ValueError(
+                f"group must have shape ({len(samples)},), one number per sample, not {tuple(group.shape)}"
+            )
         scores = torch.full((len(samples), len(self.components)), math.nan)
         lost = [row for row, sample in enumerate(samples) if is_lost(sample)]
         with self._lock:
@@ -193,8 +195,8 @@ class RewardSet:
         stateful = dict(self._stateful())
         if missing := next((name for name in states if name not in stateful), None):
             raise UserError(
-                f"reward {missing!r} had a state in the checkpoint, but has no load() now; define it, or start a new "
-                "run"
+                f"the checkpoint holds a state of reward {missing!r}, which now has no method load(); define load(), "
+                "or start a new run"
             )
         for name, state in states.items():
             stateful[name].load(state)
@@ -280,7 +282,7 @@ def _split_into_calls(
     if reward.scope == "batch":
         return [rows] if rows else []
     if group is None:
-        raise UserError("it compares the rollouts of a group, and score() did not get the groups; give it `group`")
+        raise UserError("it compares the rollouts of a group; call score() with `group`, the group of each sample")
     members: dict[int, list[int]] = {}
     for row in rows:
         members.setdefault(int(group[row]), []).append(row)

@@ -99,7 +99,7 @@ class TimedCalls:
             self._thread = None
             if len(self._stuck) > MAX_STUCK:
                 raise UserError(
-                    f"{len(self._stuck)} of its calls still run after their deadline of {deadline_s:g} s; set "
+                    f"{len(self._stuck)} of its calls passed the deadline of {deadline_s:g} s and still run; set "
                     f"{self._remedy}, which ends hanging calls"
                 ) from None
             raise

@@ -120,7 +120,7 @@ class GuardReward:
 
     def __init__(self, *, of: str) -> None:
         if of not in {**MEASURES, **VIDEO_MEASURES}:
-            raise ValueError(f"of must be one of {', '.join({**MEASURES, **VIDEO_MEASURES})}, not {of!r}")
+            raise ValueError(f"`of` must be one of {', '.join({**MEASURES, **VIDEO_MEASURES})}, not {of!r}")
         self.of = of
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:

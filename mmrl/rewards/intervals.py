@@ -19,7 +19,7 @@ def interval_iou(*, least: float = 0.0) -> Reward:
     temporal grounding reward of VideoChat-R1.
     """
     if not 0 <= least < 1:
-        raise ValueError(f"least must lie in 0 .. 1, below 1, not {least}")
+        raise ValueError(f"least must be at least 0 and below 1, not {least}")
 
     def reward(sample: Sample) -> float | None:
         gold = gold_times(sample.prompt.answer)

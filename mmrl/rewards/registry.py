@@ -116,7 +116,7 @@ def build(
     options = dict(options or {})
     isolated = name in ISOLATED if isolated is None else isolated
     if not isolated and (workers is not None or limits is not None):
-        raise ValueError(f"reward {name!r}: workers and limits need isolated: true, which gives it processes")
+        raise ValueError(f"reward {name!r}: workers and limits need isolated: true, which runs it in processes")
     if workers is not None and workers < 1:
         raise ValueError(f"reward {name!r}: workers must be at least 1, not {workers}")
     reward: Reward | BatchReward
@@ -141,7 +141,7 @@ def build(
         _check_options(name, _option_parameters(factory), options)
         reward = _build_checked(name, partial(factory, **options))
     if isinstance(reward, BatchReward) and isolated:
-        raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
+        raise ValueError(f"reward {name!r} scores batches; remove isolated: true, which is for rewards of one sample")
     if not isolated:
         return reward
     return IsolatedReward(

@@ -103,7 +103,7 @@ def to_scores(values: Any, num_samples: int) -> list[Score]:
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
         raise UserError(f"expected one number for each sample: {' '.join(str(error).split())}") from None
     if len(scores) != num_samples:
-        raise UserError(f"gave {len(scores)} values for {num_samples} samples")
+        raise UserError(f"it returned {len(scores)} values for {num_samples} samples")
     return scores
 
 
@@ -116,7 +116,7 @@ def _finite(value: Any) -> Score:
     if isinstance(value, str | bytes | bytearray):
         raise ValueError(f"{value!r:.40} is a string, not a number")
     if isinstance(value, Spans):
-        raise ValueError("values of spans are not allowed here")
+        raise ValueError("a reward of spans cannot be used here; return a number")
     if isinstance(value, np.ndarray):
         value = value.item()
     try:

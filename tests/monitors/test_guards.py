@@ -126,7 +126,7 @@ class TestClips:
         assert GuardReward(of="brightness").score([Sample(Prompt("a", "a"), image=torch.ones(1, 3, 3))]) == [1.0]
         with pytest.raises(UserError, match="has no video"):
             GuardReward(of="static").score([Sample(Prompt("a", "a"), image=torch.ones(1, 3, 3))])
-        with pytest.raises(ValueError, match="of must be one of out_of_gamut"):
+        with pytest.raises(ValueError, match="`of` must be one of out_of_gamut"):
             GuardReward(of="beauty")
 
 

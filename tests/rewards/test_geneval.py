@@ -187,13 +187,13 @@ def test_prompts_and_detectors_that_do_not_fit_are_named(tmp_path):
     for asked, said in (
         ([{"class": "dgo", "count": 1}], "has no class 'dgo' .did you mean 'dog'"),
         ([{"class": "dog", "count": 1, "color": "teal"}], "color must be one of red"),
-        ([], "has no `include`"),
+        ([], "has no key `include`"),
     ):
         with pytest.raises(UserError, match=said):
             reward.score([sample(asked)])
     with pytest.raises(ValueError, match="kind must be one of onnx, transformers, torchvision, not 'yolo'"):
         detector({"kind": "yolo"})
-    with pytest.raises(ValueError, match="there is no detector nowhere.onnx"):
+    with pytest.raises(ValueError, match="there is no detector file nowhere.onnx"):
         detector({"kind": "onnx", "path": "nowhere.onnx"})
     with pytest.raises(ValueError, match="labels in its metadata"):
         OnnxDetector(onnx_file(tmp_path / "b.onnx", np.zeros((1, 1, 4)), np.zeros((1, 1, 2)), None))

@@ -61,7 +61,7 @@ def test_a_thread_that_spins_ends_and_one_that_cannot_be_ended_is_left(monkeypat
     monkeypatch.setattr(guarded, "MAX_STUCK", 1)
     _, own = scores("spin", "spin", "spin")
     assert not own._calls._stuck and own.failures.causes == {"deadline": 3}
-    with pytest.raises(UserError, match="reward 'own': 2 of its calls still run .* set isolated: true"):
+    with pytest.raises(UserError, match="reward 'own': 2 of its calls passed the deadline of .* set isolated: true"):
         scores("stubborn", "stubborn", "good")
 
 
@@ -119,7 +119,7 @@ def test_a_batch_that_takes_too_long_is_lost_and_so_is_a_group_that_raises():
 
 
 def test_a_wrong_number_of_values_ends_the_run():
-    with pytest.raises(UserError, match="reward 'own': gave 1 values for 2 samples"):
+    with pytest.raises(UserError, match="reward 'own': it returned 1 values for 2 samples"):
         scores("too few", "good", name=BATCH)
 
 

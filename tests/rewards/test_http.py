@@ -73,7 +73,7 @@ def test_a_server_that_is_down_stops_the_run():
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     message = failure(url, retries=2)
-    assert f"server {url} did not answer 3 times in 0." in message and "ConnectionError" in message
+    assert f"server {url} did not answer in 3 tries, 0." in message and "ConnectionError" in message
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_passing_faults_are_tried_again_and_counted(fault, words):
         assert server.requests[0][2] == server.requests[2][2]  # the same again
     with scripted(fault) as server:
         message = failure(server.url, retries=1, **options)
-        assert "did not answer 2 times" in message and len(server.requests) == 2
+        assert "did not answer in 2 tries" in message and len(server.requests) == 2
     assert re.search(words, message)
 
 
@@ -103,7 +103,7 @@ def test_a_refusal_is_not_tried_again(status):
     with scripted(says(status, b'{"error": "no such\nthing"}')) as server:
         message = failure(server.url, retries=5)
         assert len(server.requests) == 1
-    assert f"refused: status {status}" in message
+    assert f"refused the request: status {status}" in message
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_a_refusal_is_not_tried_again(status):
         ([1.0], "did not answer with a JSON object"),
         ({"score": [1.0]}, "without a list of scores"),
         ({"scores": 1.0}, "without a list of scores"),
-        ({"scores": [1.0, 2.0]}, "gave 2 values for 1 samples"),
-        ({"scores": []}, "gave 0 values for 1 samples"),
+        ({"scores": [1.0, 2.0]}, "returned 2 values for 1 samples"),
+        ({"scores": []}, "returned 0 values for 1 samples"),
         ({"scores": ["high"]}, "one number for each sample"),
         (pickle.dumps({"scores": [1.0]}), "did not answer with a JSON object"),
     ],
@@ -158,7 +158,7 @@ def test_the_deadline_bounds_the_whole_of_a_request(part):
         started = time.monotonic()
         message = failure(f"http://127.0.0.1:{server.getsockname()[1]}", deadline_s=0.3, retries=0)
         ended.set()
-    assert "did not answer 1 times" in message and "Timeout: the answer was not complete after 0.3 s" in message
+    assert "did not answer in 1 tries" in message and "Timeout: the answer was not complete after 0.3 s" in message
     assert time.monotonic() - started < 5
 
 
@@ -355,11 +355,11 @@ def test_a_group_reward_may_live_elsewhere():
         samples = [sample(level) for level in (0.9, 0.1, 0.5, 0.3)]
         scores = remote(url_of(server), scope="group").score(samples, torch.tensor([0, 0, 1, 1]))
         assert scores.flatten().tolist() == [1, 0, 1, 0]
-        assert "did not get the groups" in failure(url_of(server))
+        assert "call score() with `group`" in failure(url_of(server))
 
 
 def test_faults_on_the_far_side_are_heard_here(server):
-    with pytest.raises(UserError, match="refused: status 422: .*no such prompt"):
+    with pytest.raises(UserError, match="refused the request: status 422: .*no such prompt"):
         remote(url_of(server)).score([sample(text="refuse")])
     scores = remote(url_of(server), retries=0).score([sample(), sample(text="fail")]).flatten()
     assert scores.isnan().tolist() == [False, True]  # a fault of the reward costs its sample, here as there

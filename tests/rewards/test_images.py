@@ -104,7 +104,7 @@ def test_a_class_the_classifier_does_not_have(answer):
 
 
 def test_classifiers_that_are_none():
-    with pytest.raises(ValueError, match="gives str, not an nn.Module"):
+    with pytest.raises(ValueError, match="must return an nn.Module, not str"):
         build("classifier_logp", {"classifier": f"{HERE}:no_classifier"})
     with pytest.raises(ValueError, match="did you mean 'no_classifier'"):
         build("classifier_logp", {"classifier": f"{HERE}:no_classifer"})

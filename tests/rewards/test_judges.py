@@ -116,9 +116,9 @@ def test_no_word_of_either_is_no_score():
 @pytest.mark.parametrize(
     "act, words, requests",
     [
-        (says(503, b"loading"), "did not answer 3 times.*status 503: loading", 3),
-        (sleeps(3.0), "did not answer 3 times.*Timeout", 3),
-        (says(404, {"error": "no model judge-7b"}), "refused: status 404.*no model judge-7b", 1),
+        (says(503, b"loading"), "did not answer in 3 tries.*status 503: loading", 3),
+        (sleeps(3.0), "did not answer in 3 tries.*Timeout", 3),
+        (says(404, {"error": "no model judge-7b"}), "refused the request: status 404.*no model judge-7b", 1),
         (says(200, b"hello"), "did not answer with a JSON object", 1),
         (says(200, {"choices": []}), r"\(judge-7b\) that return log-probabilities", 1),
         (says(200, {"choices": [{"logprobs": None}]}), r"\(judge-7b\) that return log-probabilities", 1),
@@ -133,7 +133,7 @@ def test_an_endpoint_that_fails(act, words, requests):
 
 def test_an_outage_costs_one_question_and_not_all():
     with scripted(says(500, b"")) as server:
-        with pytest.raises(UserError, match="did not answer 1 times"):
+        with pytest.raises(UserError, match="did not answer in 1 tries"):
             judge(server, retries=0, concurrency=1).score([sample(0.5)] * 50)
         assert len(server.requests) < 10
 
@@ -311,7 +311,7 @@ def test_bad_options(name, options, words, monkeypatch):
 
 
 def test_words_that_are_no_tokens(model):
-    with pytest.raises(ValueError, match="has no token 'yes'"):
+    with pytest.raises(ValueError, match="'yes' is not one token"):
         build("vlm_judge", {"path": model})
     with pytest.raises(ValueError, match="orders must be both or random"):
         build("vlm_preference", {"path": model, "orders": "once"})

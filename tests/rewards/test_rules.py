@@ -78,7 +78,7 @@ def test_boxes_of_one_convention_need_no_image():
     [
         ({"coordinates": "percent"}, "coordinates must be one of pixels, thousandths, unit, resized"),
         ({"resize": {"factor": 28}}, "resize is for coordinates 'resized'"),
-        ({"coordinates": "resized", "resize": {"patch": 28}}, "resize has no patch"),
+        ({"coordinates": "resized", "resize": {"patch": 28}}, "resize has no key patch"),
         ({"match": "greedy"}, "match must be hungarian or sinkhorn"),
     ],
 )
@@ -424,5 +424,5 @@ def test_intervals_that_hardly_overlap_may_earn_nothing():
     assert score("interval_iou", "2 to 6", "3 to 8") == 0.5
     assert score("interval_iou", "2 to 6", "soon") is None
     assert score("interval_iou", "2 to 6", [8, 3]) is None
-    with pytest.raises(ValueError, match="least must lie in"):
+    with pytest.raises(ValueError, match="least must be at least 0 and below 1"):
         score("interval_iou", "2 to 6", [3, 8], least=1.0)

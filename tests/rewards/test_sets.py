@@ -148,7 +148,7 @@ def test_digits_have_features_and_a_reference():
         ({"metric": "is"}, "metric must be fid or kid"),
         ({"credit": "single"}, "credit must be replacement or whole"),
         ({"reference": f"{HERE}:one"}, r"must return at least two images, \[image, channel, height, width\]"),
-        ({"features": f"{HERE}:real"}, "gives Tensor, which cannot be called"),
+        ({"features": f"{HERE}:real"}, "must return a function or nn.Module, not Tensor"),
     ],
 )
 def test_what_can_not_be_is_refused(options, said):
@@ -157,7 +157,9 @@ def test_what_can_not_be_is_refused(options, said):
 
 
 def test_samples_that_do_not_fit_are_named():
-    with pytest.raises(UserError, match="'set_distance': a distance between sets needs at least two images"):
+    with pytest.raises(
+        UserError, match="'set_distance': a distance between sets of images .* needs at least two images"
+    ):
         reward().score(samples([0.5], "a"))
     with pytest.raises(
         UserError, match=r"an image of shape \[1, 2, 2\] cannot be compared with reference images of \[1, 1, 1\]"

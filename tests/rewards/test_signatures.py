@@ -93,7 +93,7 @@ def some_none(completions, **kwargs):
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("too_few", "gave 1 values for 3 samples"),
+        ("too_few", "returned 1 values for 3 samples"),
         ("one_number", "one number for each sample"),
         ("texts", "one number for each sample"),
     ],
@@ -184,10 +184,10 @@ async def later(completions):
 def test_signatures_that_do_not_fit():
     assert RewardSet([RewardSpec(name=f"{HERE}:own", options={"completions": 3})]).score([sample("a")]).item() == 3
     for function, signature, options, reason in (
-        ("of_a_batch", "trl", {}, "parameter completions; it has reward_inputs, format_weight"),
+        ("of_a_batch", "trl", {}, "parameter completions, but its parameters are: reward_inputs, format_weight"),
         ("own", "verl", {}, "parameter solution_str"),
         ("of_texts", "trl", {"scales": 1}, "no option 'scales'"),
-        ("later", "trl", {}, "a function that returns its values"),
+        ("later", "trl", {}, "the function must not be async"),
     ):
         with pytest.raises(ValueError, match=f"reward '{HERE}:{function}'.*{reason}"):
             RewardSet([RewardSpec(name=f"{HERE}:{function}", signature=signature, options=options)])

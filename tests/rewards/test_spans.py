@@ -21,9 +21,9 @@ BAD = {
     "before": ([(-1, 2, 1.0)], "span 0, -1 to 2, begins before 0"),
     "after": ([(0, 9, 1.0)], "span 0, 0 to 9, ends after the response's 5 characters"),
     "nan": ([(0, 1, math.nan)], "the value of span 0 is nan"),
-    "floats": ([(0.0, 1, 1.0)], r"spans are \(begin, end, value\), two integers and a number"),
-    "pairs": ([(0, 1)], r"spans are \(begin, end, value\)"),
-    "text": ([(0, 1, "good")], r"spans are \(begin, end, value\)"),
+    "floats": ([(0.0, 1, 1.0)], r"each span must be \(begin, end, value\), two integers and a number"),
+    "pairs": ([(0, 1)], r"each span must be \(begin, end, value\)"),
+    "text": ([(0, 1, "good")], r"each span must be \(begin, end, value\)"),
 }
 
 
@@ -112,7 +112,7 @@ def test_a_scorer_is_a_function_or_a_class():
     assert made.score(samples).item() == -3.0
     assert one.spans["process"] == Spans(((0, 4, -3.0), (4, 6, -1.0)))
     broken = RewardSet([RewardSpec(name="process", options={"scorer": f"{HERE}:too_few"})])
-    assert broken.score(samples).isnan().all() and "gave 1 values for 2 steps" in broken.reasons["process"]
+    assert broken.score(samples).isnan().all() and "returned 1 values for 2 steps" in broken.reasons["process"]
 
 
 def test_the_accuracy_does_not_take_the_place_of_a_reward_of_its_name():
@@ -182,8 +182,8 @@ def test_a_process_reward_over_http():
     [
         ([None], "not a list with one entry for each score"),
         ({}, "not a list with one entry for each score"),
-        ([None, [[0, 1, 1.0]]], "an object with a list of values"),
-        ([{"values": 3}, None], "an object with a list of values"),
+        ([None, [[0, 1, 1.0]]], "an object with a list `values`"),
+        ([{"values": 3}, None], "an object with a list `values`"),
     ],
 )
 def test_a_server_that_answers_badly(spans, message):

@@ -76,7 +76,7 @@ def test_rubrics_of_the_prompt():
     own = [sample("a", points=["p=0.1 x"]), sample("b", points=["p=0.3 y", "p=0.7 z"])]
     found, _ = scored("rubric_judge", own, criteria_key="points")
     assert found == pytest.approx([0.1, 0.5])
-    with pytest.raises(UserError, match="has no criteria in its metadata as 'points'"):
+    with pytest.raises(UserError, match="its metadata has no criteria at the key 'points'"):
         scored("rubric_judge", [sample("a")], criteria_key="points")
 
 
@@ -189,7 +189,7 @@ def test_the_verdict_comes_after_the_thinking():
 
 
 WRONG = [
-    ("rubric_judge", {}, "give criteria, or criteria_key"),
+    ("rubric_judge", {}, "set either criteria or criteria_key"),
     ("rubric_judge", {"criteria": []}, "criteria: the list is empty"),
     ("rubric_judge", {"criteria": [["x", -1]]}, "a positive weight"),
     ("rubric_judge", {"criteria": ["x"], "question": "{prompt}?"}, "must contain {criterion}"),

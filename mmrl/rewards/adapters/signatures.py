@@ -41,7 +41,7 @@ def adapt(name: str, target: Callable[..., Any], signature: Signature, options: 
         target, options = instance, {}
     if not callable(target) or inspect.iscoroutinefunction(target):
         raise ValueError(
-            f"reward {name!r}: signature: {signature} needs a function that returns its values, not one that is async"
+            f"reward {name!r}: with signature: {signature} the function must not be async; define it with def"
         )
     parameters = inspect.signature(target).parameters
     has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -72,8 +72,8 @@ def _check_parameters(name: str, parameters: Sequence[str], signature: Signature
     required = {"verl": "solution_str", "trl": "completions", "trl_text": "completions"}.get(signature)
     if required is not None and required not in parameters:
         raise ValueError(
-            f"reward {name!r}: signature: {signature} is for a function with the parameter {required}; it has "
-            f"{', '.join(parameters) or 'none'}"
+            f"reward {name!r}: signature: {signature} needs a function with the parameter {required}, but its "
+            f"parameters are: {', '.join(parameters) or 'none'}; rename one, or choose another signature"
         )
 
 

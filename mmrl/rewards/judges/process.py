@@ -43,7 +43,9 @@ def process(
         bounds = steps(sample.response, ending)
         values = list(score(sample, [sample.response[begin:end] for begin, end in bounds]))
         if len(values) != len(bounds):
-            raise ValueError(f"{scorer} gave {len(values)} values for {len(bounds)} steps")
+            raise ValueError(
+                f"scorer {scorer} returned {len(values)} values for {len(bounds)} steps; it must return one per step"
+            )
         return Spans([(begin, end, value) for (begin, end), value in zip(bounds, values, strict=True)])
 
     return reward

@@ -132,7 +132,9 @@ class RubricJudge(TextJudge):
 
     def __init__(self, *, criteria: Sequence[Any] | None = None, criteria_key: str | None = None, **judge: Any) -> None:
         if (criteria is None) == (criteria_key is None):
-            raise ValueError("give criteria, or criteria_key for those in the prompts' metadata")
+            raise ValueError(
+                "set either criteria or criteria_key, the key of the prompts' metadata that holds criteria"
+            )
         self.fixed_criteria, self.criteria_key = None if criteria is None else _with_weights(criteria), criteria_key
         super().__init__(**judge)
         if "{criterion}" not in self.question:
@@ -143,7 +145,9 @@ class RubricJudge(TextJudge):
             return self.fixed_criteria
         criteria = sample.prompt.metadata.get(self.criteria_key or "")
         if not criteria:
-            raise UserError(f"prompt {sample.prompt.id!r} has no criteria in its metadata as {self.criteria_key!r}")
+            raise UserError(
+                f"prompt {sample.prompt.id!r}: its metadata has no criteria at the key {self.criteria_key!r}"
+            )
         return _with_weights(criteria)
 
 

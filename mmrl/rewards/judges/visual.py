@@ -218,7 +218,7 @@ class LocalJudge:
         if word not in self._ids:
             self._ids[word] = [i for i, token in enumerate(self._tokens) if _is_word(token, word)]
         if not self._ids[word]:
-            raise ValueError(f"judge {self.path!r} has no token {word!r}; choose other answers")
+            raise ValueError(f"judge {self.path!r}: {word!r} is not one token of its tokenizer; choose other answers")
         return self._ids[word]
 
     def _chat(self, question: JudgeQuestion) -> str:

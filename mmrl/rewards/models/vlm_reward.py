@@ -196,7 +196,9 @@ def _model(path: str, state: Mapping[str, Tensor], vocabulary: int, dtype: str) 
         if not trained:
             model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch_dtype)
             if model.get_input_embeddings().num_embeddings < vocabulary:
-                raise ValueError("weights contain only the head, and the model has no embeddings for its tokens")
+                raise ValueError(
+                    "weights hold only the reward head, and the model lacks embeddings of the reward tokens"
+                )
             return model.eval().requires_grad_(False)
         config = AutoConfig.from_pretrained(path)
         rows = next(value.shape[0] for name, value in trained.items() if name.endswith("embed_tokens.weight"))
@@ -210,5 +212,7 @@ def _model(path: str, state: Mapping[str, Tensor], vocabulary: int, dtype: str) 
     missing = sorted(set(report["missing_keys"]) - {"lm_head.weight"})
     wrong = [*missing, *sorted(report["unexpected_keys"]), *(str(key) for key in report["mismatched_keys"])]
     if wrong:
-        raise ValueError(f"weights do not fit the model of {path}: {len(wrong)} names differ, first {wrong[0]}")
+        raise ValueError(
+            f"weights do not fit the model of {path}: {len(wrong)} parameters differ, the first is {wrong[0]}"
+        )
     return model.eval().requires_grad_(False)

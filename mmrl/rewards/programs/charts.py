@@ -78,11 +78,13 @@ class ChartCode(ProgramReward):
         program, or whose program draws nothing."""
         sources = {str(prompt.answer): prompt for prompt in prompts if prompt.answer is not None}
         if lacking := next((prompt for prompt in prompts if prompt.answer is None), None):
-            raise UserError(f"prompt {lacking.id!r} has no program in its answer, which weights.elements compares with")
+            raise UserError(f"prompt {lacking.id!r} has no answer, the reference program that weights.elements needs")
         missing = [source for source in sources if source not in self._golds]
         for source, answer in zip(missing, self.runner.run([{"source": source} for source in missing]), strict=True):
             if "failed" in answer:
-                raise UserError(f"prompt {sources[source].id!r}: its gold program draws no chart: {answer['failed']}")
+                raise UserError(
+                    f"prompt {sources[source].id!r}: the program in its answer draws no chart: {answer['failed']}"
+                )
             self._golds[source] = answer["elements"]
         while len(self._golds) > max(MAX_CACHED, len(sources)):
             self._golds.popitem(last=False)

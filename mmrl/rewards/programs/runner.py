@@ -41,8 +41,8 @@ class ProgramRunner:
             raise ValueError("deadline_s, workers and memory_gib must be positive")
         if confined and not confinable():
             raise ValueError(
-                "programs of responses are confined by Landlock (Linux 5.13), which this kernel does not offer; "
-                "confined: false runs them with limits alone"
+                "programs are kept from files and the network by Landlock (Linux 5.13), which this kernel lacks; set "
+                "confined: false to run them with limits of time and memory only"
             )
         self.deadline_s, self.workers = deadline_s, workers
         limits = Limits(memory_gib=memory_gib, processes=32, cpu_s=2 * deadline_s + 2)  # half of it is enough for one

@@ -94,7 +94,7 @@ class SolidCode(ProgramReward):
         (result,) = self.runner.run([{"source": answer}])
         mesh = to_mesh(result)
         if mesh is None:
-            raise UserError(f"prompt {prompt.id!r}: its gold program builds no solid: {result.get('failed')}")
+            raise UserError(f"prompt {prompt.id!r}: the program in its answer builds no solid: {result.get('failed')}")
         return mesh
 
 

@@ -80,7 +80,7 @@ def read_tests(prompt: Prompt) -> tuple[str, list[Any], list[Any]]:
         raise UserError(f"prompt {prompt.id!r}: unit_tests needs an answer with inputs and outputs, or assertions")
     inputs, outputs, name = tests["inputs"], tests.get("outputs"), tests.get("fn_name")
     if not isinstance(outputs, list) or len(outputs) != len(inputs):
-        raise UserError(f"prompt {prompt.id!r}: it has {len(inputs)} test inputs, but not as many outputs")
+        raise UserError(f"prompt {prompt.id!r}: its answer has {len(inputs)} inputs, but not as many outputs")
     if name is None:
         return "inputs", [_to_text(value) for value in inputs], [_to_text(value) for value in outputs]
     return "calls", [(str(name), _arguments(value)) for value in inputs], [_parse_json(value) for value in outputs]

@@ -64,7 +64,11 @@ class Failures:
     def skip_reason(self) -> Failure | None:
         """Returns the failure of every further sample of the batch, once too many calls have timed out; None before
         that."""
-        return Failure("not tried", "the batch had hung too often") if self._num_timeouts >= self.max_timeouts else None
+        return (
+            Failure("not tried", "too many calls of this batch timed out before (max_timeouts)")
+            if self._num_timeouts >= self.max_timeouts
+            else None
+        )
 
     def record(self, sample: Sample, failure: Failure) -> Score:
         """Counts a failed sample and returns its score. Logs a warning at the first, tenth, hundredth ... failure of a

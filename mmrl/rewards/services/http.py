@@ -89,7 +89,9 @@ def _with_spans(url: str, score: Score, spans: Any) -> Score | Spans:
     if score is None or spans is None:
         return score
     if not isinstance(spans, dict) or not isinstance(spans.get("values"), list):
-        raise UserError(f"reward server {url}: spans are null or an object with a list of values, not {spans!r:.100}")
+        raise UserError(
+            f"reward server {url}: spans must be null or an object with a list `values`, not {spans!r:.100}"
+        )
     return Spans(spans["values"], score, spans.get("of", "characters"))
 
 
@@ -123,10 +125,10 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
             return _json_object(url, text)
         reason = f"status {status}: {text[:300].decode(errors='replace')}"
         if status < 500 and status != 429:
-            raise UserError(f"reward server {url} refused: {' '.join(reason.split())}")
+            raise UserError(f"reward server {url} refused the request: {' '.join(reason.split())}")
     seconds = monotonic() - start
     reason = " ".join(reason.split())
-    raise UserError(f"reward server {url} did not answer {1 + retries} times in {seconds:.1f} s: {reason}")
+    raise UserError(f"reward server {url} did not answer in {1 + retries} tries, {seconds:.1f} s: {reason}")
 
 
 def _in_time(exchange: Callable[[float], tuple[int, bytes]], deadline_s: float) -> tuple[int, bytes]:
@@ -236,7 +238,7 @@ def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], T
         for number, row in enumerate(request["samples"])
     ]
     if arrays:
-        raise ValueError(f"arrays that belong to no sample: {', '.join(arrays)}")
+        raise ValueError(f"the npz has arrays that belong to no sample: {', '.join(arrays)}")
     group = request.get("group")
     if group is None:
         return samples, None

@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isdecimal():
             return 411, {"error": "Content-Length is missing"}
         if int(length) > self.server.max_bytes:
-            return 413, {"error": f"{length} bytes; at most {self.server.max_bytes} are accepted"}
+            return 413, {"error": f"the request has {length} bytes; at most {self.server.max_bytes} are accepted"}
         body = self.rfile.read(int(length))
         try:
             samples, group = decode(body, "json" if kind == JSON else "npz", max_bytes=self.server.max_bytes)

@@ -57,18 +57,18 @@ def validate_spans(spans: Spans) -> Spans:
     Raises ValueError unless they are triples of two integers and a finite number, with a known unit.
     """
     if spans.unit not in UNITS:
-        raise ValueError(f"spans must be of {', '.join(UNITS)}, not of {spans.unit!r}")
+        raise ValueError(f"the unit of spans must be one of {', '.join(UNITS)}, not {spans.unit!r}")
     try:
         values = tuple((index(begin), index(end), float(value)) for begin, end, value in spans.values)
         total = None if spans.total is None else float(spans.total)
     except (TypeError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise ValueError(f"spans are (begin, end, value), two integers and a number: {text}") from None
+        raise ValueError(f"each span must be (begin, end, value), two integers and a number: {text}") from None
     for number, (_, _, value) in enumerate(values):
         if not math.isfinite(value):
-            raise ValueError(f"the value of span {number} is {value}")
+            raise ValueError(f"the value of span {number} is {value}, not a finite number")
     if total is not None and not math.isfinite(total):
-        raise ValueError(f"the total of its spans is {total}")
+        raise ValueError(f"the total of its spans is {total}, not a finite number")
     return Spans(values, total, spans.unit)
 
 

@@ -51,7 +51,9 @@ class Coordinates:
             raise ValueError(f"coordinates must be one of {', '.join(CONVENTIONS)}, not {convention!r}")
         unknown = set(resize or {}) - {field.name for field in fields(Resize)}
         if unknown:
-            raise ValueError(f"resize has no {', '.join(sorted(unknown))}; it has factor, min_pixels, max_pixels")
+            raise ValueError(
+                f"resize has no key {', '.join(sorted(unknown))}; its keys are factor, min_pixels, max_pixels"
+            )
         self.convention, self.resize = convention, Resize(**(resize or {}))
 
     def unit(self, numbers: Sequence[float], sample: Sample) -> tuple[float, ...]:

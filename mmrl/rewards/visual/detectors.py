@@ -67,7 +67,7 @@ class OnnxDetector:
 
     def __init__(self, path: str, threads: int = 1) -> None:
         if not Path(path).is_file():
-            raise ValueError(f"there is no detector {path}; scripts/convert_detectors.py makes one")
+            raise ValueError(f"there is no detector file {path}; scripts/convert_detectors.py makes one")
         try:
             import onnxruntime
         except ImportError as error:
@@ -79,7 +79,8 @@ class OnnxDetector:
         stored = self._session.get_modelmeta().custom_metadata_map
         if [item.name for item in inputs] != ["image"] or not {"boxes", "scores"} <= outputs or "labels" not in stored:
             raise ValueError(
-                f"{path} must have the input image, the outputs boxes and scores, and labels in its metadata"
+                f"detector {path} must have the input `image`, the outputs `boxes` and `scores`, and `labels` in its "
+                "metadata; scripts/convert_detectors.py makes such a file"
             )
         self._side = int(inputs[0].shape[2])
         self.labels: tuple[str, ...] = tuple(json.loads(stored["labels"]))

@@ -32,7 +32,7 @@ class Framewise:
             raise ValueError(f"every must be at least 1, not {every}")
         self.reward: Reward | BatchReward = load_object("mmrl.rewards.registry:build")(reward, options)
         if isinstance(self.reward, BatchReward) and self.reward.scope != "sample":
-            raise ValueError(f"reward {reward!r} compares a group; its frames cannot be scored by themselves")
+            raise ValueError(f"reward {reward!r} compares the rollouts of a group, so it cannot score single frames")
         self.pool, self.every = pool, every
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:

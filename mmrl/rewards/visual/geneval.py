@@ -79,7 +79,7 @@ class GenEval:
         unknown color."""
         metadata = sample.prompt.metadata
         if not metadata.get("include"):
-            raise UserError(f"prompt {sample.prompt.id!r} has no `include`; set task.data.format=geneval")
+            raise UserError(f"prompt {sample.prompt.id!r} has no key `include`; set task.data.format=geneval")
         for item in [*metadata["include"], *metadata.get("exclude", [])]:
             if item["class"] not in self.detector.labels:
                 close = nearest(item["class"], self.detector.labels)

@@ -61,7 +61,7 @@ class ClassifierLogp:
         self.device = device
         model = load_object(classifier)()
         if not isinstance(model, nn.Module):
-            raise ValueError(f"classifier {classifier} gives {type(model).__name__}, not an nn.Module")
+            raise ValueError(f"classifier {classifier} must return an nn.Module, not {type(model).__name__}")
         self.model = model.eval().requires_grad_(False)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -112,7 +112,9 @@ def ocr(*, threads: int = 1) -> Reward:
     def reward(sample: Sample) -> float | None:
         requested = [letters for text in _requested_texts(sample) if (letters := _letters(text))]
         if not requested:
-            raise UserError(f"prompt {sample.prompt.id!r} asks for no text: set metadata['text'], or quote it")
+            raise UserError(
+                f"prompt {sample.prompt.id!r} asks for no text: set metadata['text'], or put the text in quotes"
+            )
         if not image_of(sample).isfinite().all():
             return None
         lines = [_letters(line) for line in read_lines(as_pil(image_of(sample)))]

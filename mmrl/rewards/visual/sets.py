@@ -50,7 +50,9 @@ class SetDistance:
         self.credit, self.device = credit, device
         self._features = load_object(features)()
         if not callable(self._features):
-            raise ValueError(f"features {features} gives {type(self._features).__name__}, which cannot be called")
+            raise ValueError(
+                f"features {features} must return a function or nn.Module, not {type(self._features).__name__}"
+            )
         real = load_object(reference)()
         if not isinstance(real, Tensor) or real.dim() != 4 or len(real) < 2:
             raise ValueError(f"reference {reference} must return at least two images, [image, channel, height, width]")
@@ -68,7 +70,7 @@ class SetDistance:
                 f"an image of shape {list(wrong.shape)} cannot be compared with reference images of {list(self._size)}"
             )
         if len(samples) < 2:
-            raise UserError("a distance between sets needs at least two images in a batch")
+            raise UserError("a distance between sets of images (fid, kid) needs at least two images in a batch")
         features = self._features_of(torch.stack(images))
         if self.credit == "whole":
             return [-float(self._distance(features))] * len(samples)

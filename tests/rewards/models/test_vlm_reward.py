@@ -176,5 +176,5 @@ def test_weights_that_are_not_the_whole_model_are_refused(folder, tmp_path):
         build("vlm_reward", options(folder, "linear.safetensors") | {"weights": str(tmp_path / "w.safetensors")})
     head = {name: value for name, value in state.items() if name.startswith("rm_head")}
     save_file(head, tmp_path / "head.safetensors")
-    with pytest.raises(ValueError, match="the model has no embeddings for its tokens"):
+    with pytest.raises(ValueError, match="the model lacks embeddings of the reward tokens"):
         build("vlm_reward", options(folder, "linear.safetensors") | {"weights": str(tmp_path / "head.safetensors")})

@@ -125,7 +125,7 @@ def test_all_or_nothing_by_default_and_in_the_order_of_the_samples():
     [
         (None, "inputs and outputs"),
         ({"inputs": [], "outputs": []}, "inputs and outputs"),
-        ({"inputs": ["1"], "outputs": []}, "1 test inputs, but not as many outputs"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs, but not as many outputs"),
         ("{broken", "not JSON"),
         (["assert math.isclose(f(1), 2)"], "literal"),
         (["assert f(1) == g(2)"], "literal"),
@@ -235,7 +235,7 @@ def test_charts_by_hand():
     assert by_image[2] == pytest.approx(1 - 2 / 3 * red, abs=0.01) and blue.any()
     both = build("chart_code", {"weights": {"runs": 1, "elements": 1}}).score(samples)
     assert both == pytest.approx([1.0, 1.0, 0.875, 0.0, 0.0, 0.5])
-    with pytest.raises(UserError, match="'row': its gold program draws no chart"):
+    with pytest.raises(UserError, match="'row': the program in its answer draws no chart"):
         build("chart_code", {"weights": {"elements": 1}}).score([of(CHART, "x = 1", (target,))])
 
 
