@@ -89,7 +89,9 @@ class Levels(gymnasium.Env):
                 if self._around:
                     self._codes = self.unwrapped.grid.encode()
                 return self._observe(observation), info
-        raise UserError(f"babyai: none of {MAX_TRIES} worlds of {level} has an instruction of task {task!r}")
+        raise UserError(
+            f"babyai: no instruction of task {task!r} in {MAX_TRIES} random worlds of {level}; use another level"
+        )
 
     def step(self, action: int | np.integer) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._idle:

@@ -103,7 +103,9 @@ class GymnasiumSimulator:
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
         if missing := [row for row in rows if not self._running[row]]:
-            raise UserError(f"gymnasium steps all environments at once, so rows {missing} cannot be left inactive")
+            raise UserError(
+                f"gymnasium steps all environments at once, but {missing} were inactive in an earlier step; reset them"
+            )
         self._running &= np.isin(np.arange(self.count), rows)
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
         try:
@@ -123,9 +125,11 @@ class GymnasiumSimulator:
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
         vector = self._env.unwrapped
         if self._make_expert is None or not isinstance(vector, SyncVectorEnv):
-            raise UserError("a gymnasium environment has no scripted expert")
+            raise UserError("this gymnasium environment has no expert; set task.options.expert, with a SyncVectorEnv")
         if length != 1:
-            raise UserError(f"this expert needs an observation before every action, so length must be 1, not {length}")
+            raise UserError(
+                f"a gymnasium expert plans one action at a time; length (action.chunk) must be 1, not {length}"
+            )
         for row in rows:
             if row not in self._experts:
                 self._experts[row] = self._make_expert(vector.envs[row])
@@ -147,7 +151,8 @@ class GymnasiumSimulator:
         if not mask.all():
             if not isinstance(self._env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
                 raise UserError(
-                    f"{type(self._env.unwrapped).__name__} cannot reset single environments; use a SyncVectorEnv"
+                    f"gymnasium: {type(self._env.unwrapped).__name__} cannot reset single environments; use a "
+                    "SyncVectorEnv or AsyncVectorEnv"
                 )
             options["reset_mask"] = mask
         if self.tasks != (DEFAULT_TASK,):
@@ -188,7 +193,8 @@ class GymnasiumSimulator:
         if not self._success_checked and self._needs_reset.any():
             self._success_checked = True
             _log.warning(
-                "gymnasium: an episode ended, but info never had %r, which task.options.success names; its keys: %s",
+                "gymnasium: an episode ended, but info never had the key %r of task.options.success, so no episode is "
+                "a success; set it to one of: %s",
                 self._success,
                 ", ".join(name for name in info if not name.startswith("_")) or "none",
             )
@@ -216,7 +222,9 @@ class GymnasiumSimulator:
         """Returns a row's instruction from the observation. Raises UserError if it is not there."""
         keys = observation if isinstance(observation, dict) else {}
         if self._mission not in keys:
-            raise UserError(f"gymnasium observation has no {self._mission!r}; it has {', '.join(keys) or 'no keys'}")
+            raise UserError(
+                f"gymnasium observation has no key {self._mission!r}; its keys: {', '.join(keys) or 'none'}"
+            )
         return str(keys[self._mission][row])
 
     def _observe(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
@@ -261,7 +269,10 @@ def _make(env: Any, count: int, kwargs: dict[str, Any], *, renders: bool) -> Vec
                 "task.options.image to the name of an image in the observation, or to null"
             ) from error
     if vector_env.num_envs != count:
-        raise UserError(f"the vector environment has {vector_env.num_envs} environments, but {count} are needed")
+        raise UserError(f"gymnasium: the vector environment must have {count} environments, not {vector_env.num_envs}")
     if vector_env.metadata.get("autoreset_mode") not in (AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP):
-        raise UserError("a vector environment must have autoreset_mode DISABLED or NEXT_STEP, so that ends are seen")
+        raise UserError(
+            "gymnasium: make the vector environment with autoreset_mode DISABLED or NEXT_STEP; others hide how an "
+            "episode ended"
+        )
     return vector_env

@@ -109,7 +109,7 @@ class OGBench:
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
         if length != 1:
             raise UserError(
-                f"OGBench's experts need an observation before every action, so length must be 1, not {length}"
+                f"OGBench's experts plan one action at a time; length (action.chunk) must be 1, not {length}"
             )
         return np.stack([self._rows[row].expert_action()[None] for row in rows])
 
@@ -159,7 +159,7 @@ class OGBenchRow:
             if self.info["privileged/target_task"] == task and not self._locked(task):
                 break
         else:
-            raise UserError(f"ogbench: no world with task {task!r} among {TRIES}")
+            raise UserError(f"ogbench: no start of task {task!r} in {TRIES} random worlds")
         quality = self.env.model.vis.quality
         quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of an image on a CPU
         self.steps, self._expert = 0, None

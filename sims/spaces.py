@@ -97,7 +97,7 @@ def converter_of(env: Any, space: gymnasium.Space) -> ActionConverter:
         return Continuous(space)
     raise UserError(
         f"gymnasium environment {env!r}: actions must be a Box of floats, Discrete, MultiDiscrete or MultiBinary, not "
-        f"{space}; wrap it in one of these (gymnasium.wrappers.TransformAction)"
+        f"{space}; convert it with gymnasium.wrappers.TransformAction"
     )
 
 
@@ -169,7 +169,7 @@ class ObservationReader:
         """Returns the names of the leaves with or below a name. Raises UserError if there are none."""
         below = [leaf for leaf in self.parts if leaf == name or leaf.startswith(f"{name}.")]
         if not below:
-            raise UserError(f"gymnasium observation has no {name!r}; it has {', '.join(self.parts) or 'no keys'}")
+            raise UserError(f"gymnasium observation has no key {name!r}; its keys: {', '.join(self.parts) or 'none'}")
         return below
 
     @property

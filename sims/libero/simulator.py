@@ -124,7 +124,9 @@ class Libero:
         return self._row(row).scene.task.instruction
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
-        raise UserError("libero has no scripted expert; its demonstrations are a data set")
+        raise UserError(
+            "libero has no scripted expert; use its recorded demonstrations: task.demonstrations.type=lerobot"
+        )
 
     def close(self) -> None:
         for scene in [*self._spare, *(row.scene for row in self._rows if row is not None)]:
@@ -292,14 +294,14 @@ def _tasks(suite: str, step_limit: str | int) -> Iterator[LiberoTask]:
     limits: Mapping[str, int] = STEP_LIMITS[step_limit] if isinstance(step_limit, str) else {}
     base = next((name for name in limits if suite == name or suite.startswith(f"{name}_")), None)
     if isinstance(step_limit, str) and base is None:
-        raise UserError(f"libero: {step_limit} published no step limit for {suite}; give a number as step_limit")
+        raise UserError(f"libero: {step_limit} published no step limit for {suite}; set step_limit to a number")
     for index, task in enumerate(task_maps[suite].values()):
         scene = os.path.join(scenes, task.problem_folder, task.bddl_file)
         states = os.path.join(starts, task.problem_folder, task.init_states_file)
         for path in (scene, f"{states}.npz"):
             if not os.path.isfile(path):
                 raise UserError(
-                    f"libero: {path} of {suite} is not in the package; libero-pro audit lists what is missing"
+                    f"libero: the suite {suite} lacks the file {path}; `libero-pro audit` lists missing files"
                 )
         instruction = get_problem_info(scene)["language_instruction"] if suite.endswith(REWORDED) else task.language
         yield LiberoTask(

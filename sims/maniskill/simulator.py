@@ -80,7 +80,7 @@ class ManiSkill:
         if image_size < 1:
             raise UserError(f"maniskill: image_size must be at least 1 pixel, not {image_size}")
         if sim_backend == "physx_cuda" and not torch.cuda.is_available():
-            raise UserError("maniskill: sim_backend physx_cuda needs a CUDA device, and there is none; use physx_cpu")
+            raise UserError("maniskill: sim_backend=physx_cuda needs a CUDA device; set sim_backend=physx_cpu")
         recipe = Recipe(observation, image_size, camera, control_mode, reward, sim_backend)
         rows = 1 if sim_backend == "physx_cpu" else count
         self.count, self.tasks = count, tuple(tasks)
@@ -88,7 +88,7 @@ class ManiSkill:
         for task in self.tasks:
             _spec(task)
             if task not in by_task:
-                raise UserError(f"maniskill: {task} has no instruction here; give it one: instructions={{{task}: ...}}")
+                raise UserError(f"maniskill: mmrl has no instruction for {task}; set one: instructions={{{task}: ...}}")
         self._blocks = [
             RowBlock(range(first, first + rows), recipe, max_steps, end_on_success) for first in range(0, count, rows)
         ]
@@ -97,8 +97,8 @@ class ManiSkill:
         for task, (action_dim, _, image_shape) in shapes.items():
             if (action_dim, image_shape) != (self.action_dim, self.image_shape):
                 raise UserError(
-                    f"maniskill: {self.tasks[0]} and {task} cannot share a simulator: {self.action_dim} and "
-                    f"{action_dim} numbers an action, images {self.image_shape} and {image_shape}"
+                    f"maniskill: {self.tasks[0]} and {task} cannot be trained together: their actions have "
+                    f"{self.action_dim} and {action_dim} numbers, their images {self.image_shape} and {image_shape}"
                 )
         self.state_dim = max(state_dim for _, state_dim, _ in shapes.values())
 
@@ -124,7 +124,9 @@ class ManiSkill:
     @torch.inference_mode()
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
         if length != 1:
-            raise UserError("maniskill: its experts plan one action at a time, for a scene can not be put back exactly")
+            raise UserError(
+                f"maniskill's experts plan one action at a time; length (action.chunk) must be 1, not {length}"
+            )
         blocks = [(self._blocks[row // len(self._blocks[0].rows)], row) for row in rows]
         return np.stack([block.expert(row) for block, row in blocks])[:, None]
 
@@ -212,7 +214,7 @@ class RowBlock:
         others = self._live.copy()
         others[local] = False
         if len({*tasks} | ({self.task} if others.any() else set())) > 1:
-            raise UserError("maniskill: on a GPU all rows step at once, so they must play the same task")
+            raise UserError("maniskill: on a GPU all environments must play the same task; set task.tasks to one task")
         self.task = tasks[0]
         try:
             env = self._env(self.task)
@@ -234,8 +236,10 @@ class RowBlock:
     def step(self, rows: list[int], actions: NDArray[np.float64], out: Transition, indices: Sequence[int]) -> None:
         """Executes a chunk [n, C, A] in `rows`, and writes the results to `out` at `indices`."""
         local = np.array(rows) - self.rows.start
-        if missing := local[~self._live[local]].tolist():
-            raise UserError(f"maniskill: on a GPU all rows step at once, so rows {missing} cannot be left inactive")
+        if missing := (local[~self._live[local]] + self.rows.start).tolist():
+            raise UserError(
+                f"maniskill: on a GPU all steps are joint, but {missing} were inactive in an earlier step; reset them"
+            )
         moved = np.zeros(len(self._live), bool)
         moved[local] = True
         self._live &= moved  # episodes left out are lost, for they move too
@@ -254,7 +258,9 @@ class RowBlock:
         """Returns the expert's next action [action]. Raises UserError if there is no expert."""
         if (self.task, self.recipe.control_mode) not in EXPERTS:
             available = ", ".join(f"{task} with control_mode={mode}" for task, mode in EXPERTS)
-            raise UserError(f"maniskill: there is a scripted expert for {available}; else use recorded demonstrations")
+            raise UserError(
+                f"maniskill: no expert for {self.task} with control_mode={self.recipe.control_mode}; known: {available}"
+            )
         return EXPERTS[self.task, self.recipe.control_mode](self._env(self.task), row - self.rows.start)
 
     def close(self) -> None:
@@ -370,7 +376,7 @@ def _assets_missing(task: str) -> Callable[[str], bool]:
     def refuse(question: str) -> bool:
         assets = question.split(" which could not")[0].split(" available for")[0]
         robot = question.split()[1] if question.startswith("Robot") else task
-        raise UserError(f"maniskill: {task}: {assets}, which are not here; get them with: {ASSETS} {robot}")
+        raise UserError(f"maniskill: {task}: {assets}, which are not installed; get them with: {ASSETS} {robot}")
 
     return refuse
 

@@ -72,7 +72,9 @@ class TabletopRow:
             drawn = self.task.draw(rng, len(self.cubes), self.colours)
             if drawn is not None:
                 return drawn
-        raise RuntimeError(f"no scene with {len(self.cubes)} cubes found in {DRAWS} draws")
+        raise RuntimeError(
+            f"no valid scene with {len(self.cubes)} cubes in {DRAWS} random draws; lower task.options.objects"
+        )
 
     def _paint(self, rng: np.random.Generator) -> None:
         """Sets the colors of the scene, with random shades, and the positions of its pads."""
@@ -244,7 +246,7 @@ class Tabletop:
                 names = ", ".join(COLOURS)
                 raise UserError(f"tabletop: unknown colour {colour!r}{nearest(colour, COLOURS)}; known: {names}")
         if len(set(colours)) < 2:
-            raise UserError("tabletop: colours must name at least 2 different ones")
+            raise UserError("tabletop: colours must be at least 2 different colours")
         if threads < 0:
             raise UserError(f"tabletop: threads must not be negative, but is {threads}")
         self.count, self.image_shape = count, (image_size, image_size, 3)
@@ -303,7 +305,7 @@ class Tabletop:
         """Calls function(worker, i) for i < n, distributed over the render threads. Returns the exception of each call,
         or None. Raises UserError after `close`."""
         if not self._workers:
-            raise UserError("this tabletop was closed")
+            raise UserError("tabletop: this simulator was closed; build a new one")
         errors: list[Exception | None] = [None] * n
 
         def share(worker: RenderThread, indices: range) -> None:

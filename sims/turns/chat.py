@@ -30,7 +30,7 @@ def _part(part: Mapping[str, Any]) -> Part:
         return str(part["text"])
     if part.get("type") == "image_url":
         return read_image(part["image_url"]["url"])
-    raise ValueError(f"a part of type {part.get('type')!r:.40} in a message; only text and images are read")
+    raise ValueError(f"a message has a part of type {part.get('type')!r:.40}; only text and image_url are supported")
 
 
 def read_image(written: object) -> Image.Image:

@@ -79,7 +79,9 @@ class Dialogue:
         """Takes over the prompt of another rollout of the group, so that they share it. If its messages differ, the
         conversation is lost."""
         if first is not self.prompt and not _alike(first.messages, self.prompt.messages):
-            self._lose("the environment began another conversation for the same prompt; it must follow from the prompt")
+            self._lose(
+                "start() returned other messages for another rollout of this prompt; make it depend on the prompt only"
+            )
         self.prompt = first
 
     @property
@@ -95,13 +97,13 @@ class Dialogue:
         """Returns the messages of a reply and counts their images. Raises Fault if the reply is invalid, or exceeds the
         limits."""
         if not isinstance(reply, Reply):
-            raise Fault(f"the environment answered {type(reply).__name__}, not a Reply")
+            raise Fault(f"step() of the environment must return a Reply, not {type(reply).__name__}")
         if (
             not isinstance(reply.reward, int | float)
             or reply.reward != reply.reward
             or abs(reply.reward) == float("inf")
         ):
-            raise Fault(f"the environment's reward is {reply.reward!r:.40}, no number")
+            raise Fault(f"the environment's reward must be a finite number, not {reply.reward!r:.40}")
         if reply.end:
             return ()
         messages = _checked(reply.messages)
@@ -115,23 +117,23 @@ def within(messages: Sequence[Message], limits: TurnLimits, images: int = 0, pix
     """Raises Fault if an observation exceeds a limit. images, pixels: the numbers of earlier observations, which count
     too."""
     if any(message.videos for message in messages):
-        raise Fault("a video in an observation, which may hold text and images; its frames can be shown as images")
+        raise Fault("an observation may hold only text and images, but has a video; show its frames as images")
     text = sum(len(message.text) for message in messages)
     added = [image for message in messages for image in message.images]
     images, pixels = images + len(added), pixels + sum(image.width * image.height for image in added)
     if text > limits.max_text:
-        raise Fault(f"an observation of {text} characters; limits.max_text={limits.max_text}")
+        raise Fault(f"an observation has {text} characters, more than limits.max_text={limits.max_text}")
     if images > limits.max_images:
-        raise Fault(f"{images} images in observations; limits.max_images={limits.max_images}")
+        raise Fault(f"observations have {images} images, more than limits.max_images={limits.max_images}")
     if pixels > limits.max_pixels:
-        raise Fault(f"{pixels} pixels in observations; limits.max_pixels={limits.max_pixels}")
+        raise Fault(f"observations have {pixels} pixels, more than limits.max_pixels={limits.max_pixels}")
 
 
 def _checked(messages: object) -> tuple[Message, ...]:
     """Returns messages as a tuple. Raises Fault if it is not a list of valid messages."""
     sequence = tuple(messages) if isinstance(messages, list | tuple) else ()
     if not sequence or not all(isinstance(m, Message) and m.role in ROLES and m.parts for m in sequence):
-        raise Fault("the environment gave no messages: a list of Message is wanted, each with a role and parts")
+        raise Fault("the environment must return a list of Message, each with a role and parts")
     if not all(map(_is_part, (part for message in sequence for part in message.parts))):
         raise Fault("the environment gave a message with a part that is neither text, an image nor a video")
     return sequence

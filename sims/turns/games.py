@@ -155,9 +155,9 @@ class OpenEnv(Game):
     @model_validator(mode="after")
     def _one_place(self) -> OpenEnv:
         if (self.target is None) == (self.address is None):
-            raise ValueError("type=openenv needs one of target and address")
+            raise ValueError("type=openenv: set either target or address")
         if (self.target is None) != (self.action is None):
-            raise ValueError("type=openenv needs action with target, and no action with address")
+            raise ValueError("type=openenv: set action if target is set, and leave it out if address is set")
         return self
 
     def check(self) -> None:
@@ -191,7 +191,7 @@ class Verifiers(Game):
     @model_validator(mode="after")
     def _one_place(self) -> Verifiers:
         if (self.target is None) == (self.env is None):
-            raise ValueError("type=verifiers needs one of env and target")
+            raise ValueError("type=verifiers: set either env or target")
         return self
 
     def check(self) -> None:

@@ -66,7 +66,7 @@ class GymnasiumWorld(Environment):
         if not drawn and self.image is not None and self.image not in keys:
             raise UserError(
                 f"task.game.image={self.image}: the observation of {settings.env} has no such key; it has "
-                f"{', '.join(keys) or 'none'}, and render stands for what render() shows"
+                f"{', '.join(keys) or 'none'}; set it to one of these, or to render for the image of render()"
             )
         if not isinstance(self.env.action_space, gymnasium.spaces.Discrete):
             raise UserError(f"task.game.env={settings.env}: actions must be discrete, not {self.env.action_space}")
@@ -134,7 +134,7 @@ def demonstrated(settings: Gymnasium, seed: int, act: Act) -> list[str]:
         word = chosen if isinstance(chosen, str) else names.get(int(chosen), str(chosen))
         if word not in world.actions:
             raise UserError(
-                f"task.game.expert={settings.expert} gave {word}, which is not one of {', '.join(world.actions)}"
+                f"task.game.expert={settings.expert} returned {word}, which is not one of {', '.join(world.actions)}"
             )
         responses.append(word)
         observation, _, terminated, truncated, _ = world.env.step(world.actions[word])

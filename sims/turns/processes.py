@@ -34,6 +34,7 @@ class Processes:
 
     def __init__(self, settings: EnvironmentSettings, isolation: Isolation) -> None:
         self.deadline_s = isolation.deadline_s
+        self.key = f"task.{settings.title}"  # of the settings, for messages
         self.max_bytes = 8 * settings.limits.max_text + 4 * settings.limits.max_pixels + SPARE  # bytes of an answer
         self._fork_server = ForkServer(SERVICE, (settings,), isolation.limits or Limits(), (Message, Video))
 
@@ -45,7 +46,7 @@ class Processes:
         try:
             return self._fork_server.acquire()
         except UserError as error:
-            raise UserError(f"task.environment: {error}") from None
+            raise UserError(f"{self.key}: {error}") from None
 
     def close(self) -> None:
         self._fork_server.close()
@@ -102,7 +103,7 @@ class RemoteEnvironment(Environment):
             answer = self._worker.call(request, deadline, self._processes.max_bytes)
         except (TimeoutError, ConnectionError) as error:
             self._worker = None
-            late = f"no answer in {deadline:g} s; task.environment.isolated.deadline_s"
+            late = f"no answer within {self._processes.key}.isolated.deadline_s={deadline:g} s"
             raise Fault(late if isinstance(error, TimeoutError) else str(error)) from None
         if "raised" in answer:
             raise Fault(str(answer["raised"]))
@@ -159,4 +160,4 @@ def _plain(text: Any) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Fault(f"the process of the environment sent what is not an mmrl message ({error!r:.200})") from None
+        raise Fault(f"the environment's process sent an invalid message ({error!r:.200})") from None

@@ -19,7 +19,7 @@ class TimedEnvironments:
     """Makes environments and calls them, all in one thread, since a graphics context belongs to one thread."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
-        self._settings, self._calls = settings, TimedCalls("task.environment.isolated: {}")
+        self._settings, self._calls = settings, TimedCalls(f"task.{settings.title}.isolated: {{}}")
 
     def make(self) -> Environment:
         return TimedEnvironment(self.call(lambda: self._settings.make()), self)
@@ -30,7 +30,7 @@ class TimedEnvironments:
         try:
             return self._calls(lambda _: function(), None, limit)
         except TimeLimit:
-            raise Fault(f"no answer in {limit:g} s; task.environment.deadline_s") from None
+            raise Fault(f"no answer within task.{self._settings.title}.deadline_s={limit:g} s") from None
 
 
 class TimedEnvironment(Environment):
@@ -56,7 +56,7 @@ class TimedEnvironment(Environment):
     def _timed(self, method: Callable[[Environment], Value]) -> Value:
         environment = self._environment
         if environment is None:
-            raise Fault("it has not answered before")
+            raise Fault("it was not called again, since an earlier call exceeded deadline_s")
         try:
             return self._environments.call(lambda: method(environment))
         except Fault:

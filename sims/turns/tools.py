@@ -154,7 +154,7 @@ def _parts(value: object) -> tuple[str | Image.Image, ...]:
         return (value,)
     if isinstance(value, int | float):
         return (str(value),)
-    raise TypeError(f"the tool returned {type(value).__name__}; text, an image, a number or a list of these is wanted")
+    raise TypeError(f"the tool must return text, an image, a number or a list of these, not {type(value).__name__}")
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class VerifiersWorld(Environment):
         written = [one.model_dump(exclude_none=True) for one in prompt]
         count = len(self.messages)
         if written[:count] != self.messages or (count and written[count]["role"] != "assistant"):
-            raise ValueError("the environment changed earlier messages; a conversation can only be appended to")
+            raise ValueError("the environment changed earlier messages of the conversation, but may only add new ones")
         self.messages = written
         self.schemas = [schema(tool) for tool in tools or ()]
         return tuple(message(one) for one in written[count + (1 if count else 0) :])

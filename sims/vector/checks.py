@@ -25,8 +25,9 @@ def check_facts(name: str, simulator: Simulator) -> None:
     except (AttributeError, TypeError) as error:
         raise UserError(f"simulator {name!r}: {error}; see mmrl.sims.Simulator for what it must offer") from None
     for fact, size in sizes.items():
-        if not isinstance(size, int | np.integer) or size < (fact != "state_dim"):
-            raise UserError(f"simulator {name!r}: {fact} must be a positive integer, not {size!r}")
+        least = 0 if fact == "state_dim" else 1
+        if not isinstance(size, int | np.integer) or size < least:
+            raise UserError(f"simulator {name!r}: {fact} must be an integer of at least {least}, not {size!r}")
     if len(shape) != 3 or shape[2] != 3 or not all(isinstance(side, int | np.integer) and side >= 0 for side in shape):
         expected = "(height, width, 3), where height and width are 0 if there are no images"
         raise UserError(f"simulator {name!r}: image_shape must be {expected}, not {shape}")

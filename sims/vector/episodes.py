@@ -69,7 +69,11 @@ def play(
             steps = result()
             endless = rows[sim.running[rows] & (chunk_counts[rows] >= (max_chunks or np.inf))]
             if len(endless):
-                sim.drop(endless, f"no end after {max_chunks} chunks; is action.horizon too short for the simulator?")
+                sim.drop(
+                    endless,
+                    f"its episode has not ended after {max_chunks} chunks of actions; raise action.horizon, or lower "
+                    "the simulator's max_steps",
+                )
                 steps[-1].dropped[endless] = True
             tell(rows, steps, context)
             begin(share, refilled(rows, steps[-1].observation))

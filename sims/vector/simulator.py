@@ -141,7 +141,8 @@ class VectorSim:
         """
         if not 0 < len(seeds) <= len(self) or len(tasks) != len(seeds):
             raise UserError(
-                f"this simulator has {len(self)} environments, but got {len(seeds)} seeds and {len(tasks)} tasks"
+                f"reset() of {len(self)} environments needs 1 to {len(self)} seeds and as many tasks, not {len(seeds)} "
+                f"seeds and {len(tasks)} tasks"
             )
         self._check_starts(seeds, tasks)
         self.seeds, self.tasks = [int(seed) for seed in seeds], list(tasks)
@@ -252,7 +253,8 @@ class VectorSim:
         if self._observation is None:
             raise UserError("reset(seeds, tasks) must be called before any other method of a simulator")
         if active is not None and (np.shape(active) != (len(self),) or np.asarray(active).dtype != bool):
-            raise UserError(f"active must be bool of shape ({len(self)},), not {np.shape(active)}")
+            given = np.asarray(active)
+            raise UserError(f"active must be bool of shape ({len(self)},), not {given.dtype} of shape {given.shape}")
         return self._observation
 
     def _rows(self, active: ArrayLike | None) -> NDArray[np.int64]:
@@ -298,9 +300,11 @@ class VectorSim:
         self._actions_taken[rows] += transition.valid.sum(1)
         for i, row in enumerate(rows):
             if transition.errors[i] is None and self._idle_chunks[row] >= MAX_IDLE_CHUNKS:
-                transition.errors[i] = SimulatorFault(f"it executed nothing of {MAX_IDLE_CHUNKS} chunks in a row")
+                transition.errors[i] = SimulatorFault(f"it executed no action in {MAX_IDLE_CHUNKS} chunks in a row")
             elif transition.errors[i] is None and not ended[i] and self._actions_taken[row] > MAX_ACTIONS:
-                transition.errors[i] = SimulatorFault(f"no end after {self._actions_taken[row]} actions")
+                transition.errors[i] = SimulatorFault(
+                    f"its episode has not ended after {self._actions_taken[row]} actions"
+                )
         return transition
 
     def _call_simulator(self, call: str, rows: int, length: int | None, ask: Callable[[], Transition]) -> Transition:

@@ -68,7 +68,7 @@ class CallWatch:
     def _warn(self, call_name: str) -> None:
         log.warning(
             "simulator %s: a %s takes longer than %g s and cannot be interrupted, since it runs in the trainer's "
-            "process; with task.workers=1 or more its worker would be replaced",
+            "process; set task.workers to 1 or more, so that a worker that hangs is replaced",
             self.name,
             call_name,
             self.limit_s,

@@ -65,11 +65,13 @@ class Workers:
         ray: str | None = None,
     ):
         if not 1 <= workers <= count:
-            raise UserError(f"simulator {name!r}: workers must be 1 to {count} (the environments), not {workers}")
+            raise UserError(
+                f"simulator {name!r}: workers must be from 1 to {count}, the number of environments, not {workers}"
+            )
         if deadline_s <= 0:
             raise UserError(f"simulator {name!r}: deadline_s must be positive, not {deadline_s:g}")
         if python is not None and ray is None and shutil.which(python) is None:
-            raise UserError(f"simulator {name!r}: there is no interpreter at {python}")
+            raise UserError(f"simulator {name!r}: there is no Python interpreter at {python}")
         try:
             options = json.loads(json.dumps(dict(options)))
         except TypeError as error:
@@ -256,7 +258,10 @@ class SimulatorWorker:
         """Ends the process and starts a new one."""
         self.fault = reason
         _log.warning(
-            "simulator %s: a worker of %d rows is replaced: %s", self.recipe["name"], self.recipe["count"], reason
+            "simulator %s: a worker of %d environments is replaced: %s",
+            self.recipe["name"],
+            self.recipe["count"],
+            reason,
         )
         self.child.stop()
         self._start()
@@ -275,7 +280,8 @@ def _merge(reply: Mapping[str, Any], out: Transition, indices: Sequence[int]) ->
     for name in ARRAYS:
         target, array = vars(out)[name], reply[name]
         if array.shape != (len(indices), *target.shape[1:]):
-            raise SimulatorError(f"{name} has the shape {array.shape}, but {target.shape[1:]} a row in another worker")
+            expected = (len(indices), *target.shape[1:])
+            raise SimulatorError(f"its {name} has shape {array.shape}, but must have {expected}, as in another worker")
         target[indices] = array
     for i, text in zip(indices, reply["errors"], strict=True):
         out.errors[i] = None if text is None else SimulatorError(text)

@@ -110,7 +110,7 @@ def test_an_expert_is_told_what_was_executed():
         sim.expert()
         sim.reset([3], ["default"])
         sim.expert()
-        with pytest.raises(UserError, match="length must be 1, not 2"):
+        with pytest.raises(UserError, match=r"length \(action.chunk\) must be 1, not 2"):
             sim.expert(length=2)
     assert heard == [None, 6, None]
     assert len(made) == 2  # an expert serves one episode

@@ -124,7 +124,7 @@ def test_an_episode_that_never_moves_is_dropped_after_two_chunks(workers):
     with begun(workers=workers, kind="stands still", only_row=1) as sim:
         first = sim.step(chunk())
         assert not first.dropped.any() and first.valid.any(1).tolist() == [True, False, True]
-        with pytest.warns(RuntimeWarning, match="environment 1 .* executed nothing of 2 chunks in a row"):
+        with pytest.warns(RuntimeWarning, match="environment 1 .* executed no action in 2 chunks in a row"):
             second = sim.step(chunk())
         assert second.dropped.tolist() == [False, True, False]
 
@@ -148,7 +148,9 @@ def test_an_episode_that_never_ends_is_dropped():
 
     told = []
     sim = begun(kind="never ends", only_row=1)
-    with pytest.warns(RuntimeWarning, match="environment 1 .* no end after 7 chunks; is action.horizon"):
+    with pytest.warns(
+        RuntimeWarning, match="environment 1 .* has not ended after 7 chunks of actions; raise action.horizon"
+    ):
         play(sim, act, lambda rows, steps, _: told.append(steps[-1].dropped.copy()), max_chunks=7)
     assert len(asked) == 7 and [bool(d[1]) for d in told] == [False] * 6 + [True] and not told[-1][[0, 2]].any()
     assert sim.counters["dropped_episodes"] == 1 and not sim.running.any()
@@ -163,7 +165,7 @@ def test_one_that_ends_with_its_last_look_is_kept():
 def test_without_a_limit_of_looks_there_is_one_of_actions(monkeypatch):
     monkeypatch.setattr(simulator, "MAX_ACTIONS", 9)
     sim = begun(kind="never ends", only_row=1)
-    with pytest.warns(RuntimeWarning, match="environment 1 .* no end after 10 actions"):
+    with pytest.warns(RuntimeWarning, match="environment 1 .* has not ended after 10 actions"):
         play(sim, lambda observation, rows: ([chunk()], None), lambda *_: None)
     sim.reset(range(3), ["go"] * 3)
     assert not sim.step(chunk()).dropped.any()  # it counts anew
@@ -226,7 +228,7 @@ def test_experts_and_instructions_are_looked_at():
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        ({"action_dim": 0}, "action_dim must be a positive integer, not 0"),
+        ({"action_dim": 0}, "action_dim must be an integer of at least 1, not 0"),
         ({"state_dim": 1.5}, "state_dim must be"),
         ({"image_shape": (3, 4, 4)}, r"image_shape must be \(height, width, 3\)"),
         ({"image_shape": None}, "NoneType"),

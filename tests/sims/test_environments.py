@@ -70,9 +70,9 @@ def test_the_last_turn_that_is_allowed_ends_the_conversation(make):
         ("silent", "no messages"),
         ("part", "a part that is neither text, an image nor a video"),
         ("empty image", "a part that is neither text, an image nor a video"),
-        ("text", "5000 characters; limits.max_text=4000"),
-        ("pixels", "9000000 pixels in observations; limits.max_pixels=4000000"),
-        ("images", "20 images in observations; limits.max_images=16"),
+        ("text", "5000 characters, more than limits.max_text=4000"),
+        ("pixels", "9000000 pixels, more than limits.max_pixels=4000000"),
+        ("images", "20 images, more than limits.max_images=16"),
     ],
 )
 def test_what_an_environment_does_wrong_costs_its_conversation(make, order, told):
@@ -101,8 +101,8 @@ def test_a_beginning_that_raises_costs_its_conversation(make):
 @pytest.mark.parametrize(
     ("order", "told"),
     [
-        ("hang", f"no answer in {DEADLINE:g} s; task.environment.isolated.deadline_s"),
-        ("children", "no answer in"),
+        ("hang", f"no answer within task.environment.isolated.deadline_s={DEADLINE:g} s"),
+        ("children", "no answer within"),
         ("exit", "its process ended"),
         ("memory", "MemoryError"),
         ("flood", "limits.max_text=4000"),
@@ -160,7 +160,7 @@ def test_an_environment_in_this_process_has_a_time_limit():
     talk = dialogue(environments.make)
     started = time.monotonic()
     assert talk.answer("hang") == () and talk.end == "lost" and time.monotonic() - started < 10
-    assert talk.problem == "no answer in 0.3 s; task.environment.deadline_s"
+    assert talk.problem == "no answer within task.environment.deadline_s=0.3 s"
     assert [m.text for m in other.answer("two")] == ["word 2"]
     late = dialogue(environments.make, "hang")
     assert late.end == "lost" and late.problem == talk.problem
@@ -179,9 +179,9 @@ def test_one_that_hung_is_not_asked_again():
             asked.append("close")
 
     one = TimedEnvironment(Hanging(), TimedEnvironments(Here()))
-    with pytest.raises(Fault, match="no answer in 0.3 s"):
+    with pytest.raises(Fault, match=r"no answer within task\.environment\.deadline_s=0.3 s"):
         one.step("first")
-    with pytest.raises(Fault, match="it has not answered before"):
+    with pytest.raises(Fault, match="it was not called again"):
         one.step("second")
     one.close()
     assert asked == ["first"]

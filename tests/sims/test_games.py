@@ -198,7 +198,7 @@ def test_an_expert_of_one_s_own_demonstrates(seen):
     assert short.demonstration(short.prompt(1)) == ["on"]
     rewards, errors, last = play(game, game.prompt(1), game.demonstration(game.prompt(1)))
     assert rewards == [0.0, 1.0] and errors == [None, None] and last.facts["success"] == 1.0
-    with pytest.raises(UserError, match="gave fly, which is not one of back, on"):
+    with pytest.raises(UserError, match="returned fly, which is not one of back, on"):
         seen(expert=f"{__name__}:fly").demonstration(game.prompt(1))
     with pytest.raises(ValueError, match="task.game.expert is not set"):
         seen().demonstration(game.prompt(1))

@@ -187,8 +187,8 @@ def test_what_does_not_exist_is_named():
         ({"suites": ["libero_spatail"]}, "unknown suite 'libero_spatail' .did you mean 'libero_spatial'"),
         ({"cameras": ["front"]}, "unknown camera 'front'; known: agentview, robot0_eye_in_hand"),
         ({"step_limit": "openvl"}, "unknown step_limit 'openvl' .did you mean 'openvla'"),
-        ({"suites": ["libero_mine"]}, "openvla published no step limit for libero_mine; give a number"),
-        ({"suites": ["libero_object_with_trigger"]}, "is not in the package; libero-pro audit lists"),
+        ({"suites": ["libero_mine"]}, "openvla published no step limit for libero_mine; set step_limit to a number"),
+        ({"suites": ["libero_object_with_trigger"]}, "; `libero-pro audit` lists missing files"),
         ({"gripper": "franka"}, "unknown gripper 'franka'"),
         ({"image_size": 4}, "image_size must be at least 8 pixels, not 4"),
     ]:

@@ -113,10 +113,10 @@ def test_images_as_others_write_them():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"type": "openenv"}, "needs one of target and address"),
-        ({"type": "openenv", "target": "a:b"}, "needs action with target"),
-        ({"type": "openenv", "target": "a:b", "address": "c", "action": "d:e"}, "needs one of target and address"),
-        ({"type": "verifiers"}, "needs one of env and target"),
+        ({"type": "openenv"}, "set either target or address"),
+        ({"type": "openenv", "target": "a:b"}, "set action if target is set"),
+        ({"type": "openenv", "target": "a:b", "address": "c", "action": "d:e"}, "set either target or address"),
+        ({"type": "verifiers"}, "set either env or target"),
     ],
 )
 def test_where_an_environment_is_must_be_said_once(options, words):

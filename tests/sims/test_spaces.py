@@ -95,9 +95,9 @@ def test_parts_of_nested_observations():
 @pytest.mark.parametrize(
     ("images", "states", "message"),
     [
-        (["pixels.side"], None, "observation has no 'pixels.side'; it has pixels.top, pixels.front, agent_pos"),
+        (["pixels.side"], None, "observation has no key 'pixels.side'; its keys: pixels.top, pixels.front, agent_pos"),
         (["agent_pos"], None, "'agent_pos' is Box.*, not an image.*task.options.image to another name, or to null"),
-        (None, ["speed"], "observation has no 'speed'; it has pixels.top"),
+        (None, ["speed"], "observation has no key 'speed'; its keys: pixels.top"),
         (None, ["word"], None),
     ],
 )
@@ -202,7 +202,7 @@ def test_an_environment_without_images_and_with_old_seeds():
     [
         ({"success": None}, "task.options.success is missing.*'mmrl/Reach-v0' is solved, or to terminated"),
         ({"image": "render"}, "does not accept render_mode"),
-        ({"image": "pixels"}, "observation has no 'pixels'; it has agent_pos"),
+        ({"image": "pixels"}, "observation has no key 'pixels'; its keys: agent_pos"),
     ],
 )
 def test_what_a_user_has_to_name(options, message):

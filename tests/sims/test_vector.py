@@ -137,7 +137,7 @@ def test_bad_resets_are_refused():
         sim.step(same(0.0, 2))
     with pytest.raises(UserError, match="unknown task 'sty' .did you mean 'stay'..; known: go, stay"):
         sim.reset([0, 1], ["go", "sty"])
-    with pytest.raises(UserError, match="2 environments, but got 3 seeds and 2 tasks"):
+    with pytest.raises(UserError, match="2 environments needs 1 to 2 seeds and as many tasks, not 3 seeds and 2 tasks"):
         sim.reset([0, 1, 2], ["go", "go"])
     with pytest.raises(UserError, match="must not be negative, but one is -1"):
         sim.reset([0, -1], ["go", "go"])
@@ -265,7 +265,7 @@ def test_shares_in_turns_play_the_same_episodes():
         success, length = run_episodes(sim, seeds, tasks, act)
     assert success.tolist() == whole[0].tolist() and length.tolist() == whole[1].tolist()
     assert len(set(length.tolist())) > 2
-    with pytest.raises(UserError, match="turns must be 1 to the number of workers .1., not 2"):
+    with pytest.raises(UserError, match="turns must be from 1 to the number of workers, 1, not 2"):
         build(LINE, 5, workers=1, turns=2)
 
 

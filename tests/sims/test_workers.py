@@ -156,7 +156,7 @@ def test_errors_of_single_rows_do_not_replace_the_worker(behind):
 
 def test_what_is_asked_wrongly_is_refused_in_one_line(behind):
     for count, workers in ((2, 3), (2, -1)):
-        with pytest.raises(UserError, match=f"workers must be 1 to 2 .*, not {workers}"):
+        with pytest.raises(UserError, match=f"workers must be from 1 to 2, .*, not {workers}"):
             build(LINE, count, workers=workers)
     with pytest.raises(UserError, match="no option 'posion' .did you mean 'poison'"):
         build(LINE, 1, {"posion": 1}, workers=1)

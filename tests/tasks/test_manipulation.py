@@ -237,5 +237,5 @@ def test_workers_play_under_an_interpreter_of_their_own(tmp_path):
     with task.make_simulator(2) as sim:
         sim.reset([3, 4], ["go", "go"])
         assert sim.running.all() and "-m mmrl" in noted.read_text()
-    with pytest.raises(UserError, match="there is no interpreter at /nowhere/python"):
+    with pytest.raises(UserError, match="there is no Python interpreter at /nowhere/python"):
         build("manipulation", {**LINE, "workers": 1, "python": "/nowhere/python"}, 0).make_simulator(1)
