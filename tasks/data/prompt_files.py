@@ -121,7 +121,7 @@ def _dataset_rows(path: Path) -> Iterator[TableEntry]:
     splits = sorted(part.name for part in path.iterdir() if (part / "dataset_info.json").is_file())
     if not (path / "dataset_info.json").is_file():
         splits_text = (
-            f"its splits are {', '.join(str(path / split) for split in splits)}" if splits else "there is none"
+            f"its splits are {', '.join(str(path / split) for split in splits)}" if splits else "it has no split"
         )
         raise ValueError(
             f"{path}: name the folder of one split of a dataset, as `save_to_disk` wrote it; {splits_text}"

@@ -212,7 +212,7 @@ class PromptsData(Prompts):
         if (self.eval is None) == (self.heldout is None):
             raise ValueError("set either eval, a file of held-out prompts, or heldout, a share of train")
         if self.heldout is not None and self.train is None:
-            raise ValueError("heldout is a share of train, which is not set")
+            raise ValueError("heldout is a share of train; set train to a file of prompts")
         return self
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:

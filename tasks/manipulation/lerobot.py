@@ -92,7 +92,7 @@ class _Dataset:
         info = _parsed(path, path.read_text())
         for key in ("codebase_version", "fps", "features", "data_path"):
             if not info.get(key):
-                raise UserError(f"{path} has no {key}")
+                raise UserError(f"{path} has no key {key}")
         self.version = str(info["codebase_version"])
         if self.version not in ("v2.0", "v2.1", "v3.0"):
             raise UserError(f"{root}/meta/info.json: unknown version {self.version}; convert the dataset to v3.0")
@@ -257,7 +257,7 @@ class _Dataset:
         if the dataset does not say where its videos are."""
         videos = [camera for camera in self.image_features if self.features[camera]["dtype"] == "video"]
         if videos and self.video_path is None:
-            raise UserError(f"{self.root}/meta/info.json has no video_path, but the feature {videos[0]} is a video")
+            raise UserError(f"{self.root}/meta/info.json has no key video_path, but the feature {videos[0]} is a video")
         files = {self._video_file(camera, episode)[0] for camera in videos for episode in episodes}
         self._lengths.count(sorted(file for file in files if file.is_file()))
 

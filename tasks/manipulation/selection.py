@@ -59,7 +59,7 @@ class EpisodeSelection:
             return list(numbers)
         if split not in splits:
             raise UserError(
-                f"task.demonstrations.split={split}: {name} has the splits {', '.join(splits) or 'none'}, and all"
+                f"task.demonstrations.split={split}: {name} has no such split, only {', '.join([*splits, ALL])}"
             )
         bounds = SPLIT.fullmatch(str(splits[split]).replace(" ", ""))
         if bounds is None:

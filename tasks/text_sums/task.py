@@ -62,7 +62,7 @@ class Sums:
 
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < self.size:
-            raise IndexError(f"item {index} of {self.size}")
+            raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         while True:
             a, b = (int(n) for n in rng.integers(0, self.largest + 1, 2))

@@ -69,7 +69,7 @@ class Games:
 
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < self.size:
-            raise IndexError(f"item {index} of {self.size}")
+            raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         prompt = self.game.prompt(self.first_seed + index)
         demonstration = partial(expert_responses, self.game, prompt, self.wrong_share)
         return replace(prompt, metadata=prompt.metadata | {"demonstration": demonstration})

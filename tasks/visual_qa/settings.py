@@ -444,7 +444,7 @@ class VisualQASettings(TaskSettings):
     def _check_environment(self) -> VisualQASettings:
         if self.data.recorded:
             if self.instruction is not None or self.system is not None:
-                raise ValueError("instruction and system are for questions; conversations have messages of their own")
+                raise ValueError("remove instruction and system: conversations have messages of their own")
             if self.environment is None:
                 object.__setattr__(self, "environment", RecordedSettings())
         return self

@@ -226,7 +226,7 @@ def called(call):
         ),
         (cut(2), "no assistant message"),
         (cut(4), "the last message has the role tool"),
-        (cut(5), "field 'images' has 1 images more than"),
+        (cut(5), "field 'images' has 1 more images than"),
         (zoomed(images=["0.png", "1.png"]), "message 5: an image is missing: field 'images' has fewer images"),
         (zoomed(images=["0.png", "1.png", "no.png"]), "message 5: image 2 of field 'images': cannot read 'no.png'"),
         (zoomed(images=["0.png", "1.png", "../2.png"]), "contains '..'"),
@@ -264,7 +264,7 @@ def test_a_bad_row_in_a_hundred_is_left_out(folder, caplog):
 
 
 def test_what_is_for_questions_is_refused(folder):
-    with pytest.raises(UserError, match="instruction and system are for questions"):
+    with pytest.raises(UserError, match="remove instruction and system"):
         config(folder, written(folder, zoomed()), "task.system=You look.")
 
 

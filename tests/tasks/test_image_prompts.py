@@ -127,4 +127,4 @@ def test_held_out_share_depends_on_the_texts_alone(tmp_path, caplog):
         warn_of_overlap(train, heldout)
         assert caplog.text == ""
         warn_of_overlap(train + heldout[:2], heldout)
-    assert f"2 of {len(heldout)} held-out prompts are training prompts too" in caplog.text
+    assert f"2 of {len(heldout)} held-out prompts are training prompts too; remove them" in caplog.text

@@ -53,7 +53,9 @@ def test_the_same_words_for_another_image_are_held_out(folder, caplog):
     task(write(folder, DARK), write(folder, LIGHT, name="eval.jsonl"))
     assert caplog.messages == []
     task(write(folder, DARK), write(folder, DARK, LIGHT, name="eval.jsonl"))
-    assert caplog.messages == ["1 of 2 held-out prompts are training prompts too"]
+    assert caplog.messages == [
+        "1 of 2 held-out prompts are training prompts too; remove them from task.data.train or eval"
+    ]
 
 
 @pytest.mark.parametrize(

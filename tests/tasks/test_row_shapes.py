@@ -215,8 +215,8 @@ def test_messages_by_hand():
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        (user("a", assistant="b", user="c"), "messages of the roles user, assistant, user"),
-        ([{"role": "assistant", "content": "b"}], "messages of the roles assistant"),
+        (user("a", assistant="b", user="c"), "the messages have the roles user, assistant, user, but a question is"),
+        ([{"role": "assistant", "content": "b"}], "the messages have the roles assistant, but"),
         ([{"role": "robot", "content": "b"}], "message 0: role 'robot' is not one of"),
         (["a"], "message 0 must be an object, not str"),
         (user(None), "content of a message must be text or a list of parts, not NoneType"),

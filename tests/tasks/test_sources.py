@@ -104,7 +104,7 @@ def test_bad_rows_are_listed_with_file_line_and_field(images):
         ),
         (question(1, images=["gone.png"]), "field 'images', image 0: cannot read .*gone.png"),
         (question(1, images=["torn.png"]), "field 'images', image 0: cannot read .*torn.png"),
-        (question(1, images=[{"bytes": None, "path": None}]), "neither a path, a URL nor bytes"),
+        (question(1, images=[{"bytes": None, "path": None}]), "an image or video must be a path, a URL or bytes"),
     ]
     path = write_jsonl(images, [question(0), *(line for line, _ in bad), question(2)])
     source = FileSource(path, max_bad_share=0.9)
@@ -146,7 +146,7 @@ def test_an_image_that_turns_out_torn_costs_its_row_when_it_is_used(images, capl
 def test_where_no_row_can_be_used(images):
     (images / "torn.png").write_bytes(png(9)[:50])
     source = FileSource(write_jsonl(images, [question(1, images=["torn.png"])] * 2), max_bad_share=1)
-    with pytest.raises(UserError, match="no row of it can be used; the first: .*line 1"):
+    with pytest.raises(UserError, match="no row of it can be used; the first error: .*line 1"):
         source[1]
 
 
@@ -170,8 +170,8 @@ REFUSED = {
     "zero byte": ("a\0.png", "embedded null"),
     "program": ("page.eps", "cannot read 'page.eps': not a PNG, JPEG, WEBP, GIF, BMP or TIFF"),
     "huge": ("huge.png", "has 13000 x 13000 pixels, more than max_pixels=40000000"),
-    "number": (7, "neither a path, a URL nor bytes"),
-    "bytes of JSON": ({"bytes": "abc"}, "neither a path, a URL nor bytes"),
+    "number": (7, "an image or video must be a path, a URL or bytes"),
+    "bytes of JSON": ({"bytes": "abc"}, "an image or video must be a path, a URL or bytes"),
 }
 
 

@@ -124,7 +124,7 @@ class EditedShapes:
 
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < self.size:
-            raise IndexError(f"item {index} of {self.size}")
+            raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         pool = combinations(self.split)
         first, first_color, second, second_color, new_color = pool[rng.integers(len(pool))]

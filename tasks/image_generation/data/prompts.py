@@ -73,7 +73,11 @@ def warn_of_overlap(train: list[Prompt], evaluation: list[Prompt], image_field: 
     training_contents = {content(prompt) for prompt in train}
     num_shared = sum(content(prompt) in training_contents for prompt in evaluation)
     if num_shared:
-        log.warning("%d of %d held-out prompts are training prompts too", num_shared, len(evaluation))
+        log.warning(
+            "%d of %d held-out prompts are training prompts too; remove them from task.data.train or eval",
+            num_shared,
+            len(evaluation),
+        )
 
 
 def _check_geneval(row: Mapping[str, Any], prompt: str) -> None:

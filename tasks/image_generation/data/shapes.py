@@ -239,7 +239,7 @@ class ShapesSource:
 
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < self.size:
-            raise IndexError(f"item {index} of {self.size}")
+            raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         kind, pool = index % len(self.kinds), self._pools[index % len(self.kinds)]
         scene = pool[rng.integers(len(pool))]

@@ -227,7 +227,7 @@ class ChartsSource:
 
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < self.size:
-            raise IndexError(f"item {index} of {self.size}")
+            raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         kind, item = self.kinds[index % len(self.kinds)], None
         while item is None:

@@ -64,7 +64,7 @@ class Columns:
         if isinstance(options, Mapping):
             return {str(letter): str(text) for letter, text in options.items() if text is not None}
         if not isinstance(options, list | tuple) or len(options) > len(string.ascii_uppercase):
-            raise RowError(f"field {self.options!r} must be a list of at most 26 options, or a mapping by letter")
+            raise RowError(f"field {self.options!r} must be a list of at most 26 options, or a mapping from letters")
         return {letter: str(text) for letter, text in zip(string.ascii_uppercase, options, strict=False)}
 
     def _letter(self, index: int, letters: list[str], answer: str) -> str:

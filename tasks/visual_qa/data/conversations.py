@@ -123,7 +123,7 @@ class ConversationFields:
                 raise RowError(f"field {self.messages!r}, message {index}: {error}") from None
         self._check_order([message.get("role") for message in messages])
         if (left := len(list(image_column))) > 0:
-            raise RowError(f"field {self.images!r} has {left} images more than {self.messages!r} has markers for them")
+            raise RowError(f"field {self.images!r} has {left} more images than {self.messages!r} has image markers")
         return parsed
 
     def _check_order(self, roles: Sequence[str]) -> None:

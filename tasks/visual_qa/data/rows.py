@@ -110,7 +110,7 @@ class RowSource:
 
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
+            raise IndexError(f"index {index} is out of range: there are {len(self)} prompts")
         for position in chain(range(index, len(self)), range(index)):
             row = self._good[position]
             if row in self._reasons:
@@ -119,7 +119,7 @@ class RowSource:
                 return self._prompt(row)
             except RowError as error:
                 self._leave_out(row, str(error))
-        raise UserError(f"{self.name}: no row of it can be used; the first: {self._message(min(self._reasons))}")
+        raise UserError(f"{self.name}: no row of it can be used; the first error: {self._message(min(self._reasons))}")
 
     def read(self, index: int) -> Prompt:
         """Returns the prompt of exactly this row, not of the next one if it cannot be used. Raises RowError."""

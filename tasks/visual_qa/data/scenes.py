@@ -65,7 +65,7 @@ class ScenesSource:
 
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < self.size:
-            raise IndexError(f"item {index} of {self.size}")
+            raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         images, labels = digit_images()
         indices = rng.choice(self._pool, self.num_digits, replace=False)

@@ -51,8 +51,8 @@ def read_messages(messages: Sequence[Any]) -> ParsedQuestion:
     without_reply = roles[:-1] if roles[-1] == "assistant" else roles
     if without_reply not in (["user"], ["system", "user"]):
         raise RowError(
-            f"messages of the roles {', '.join(roles)}; a question is one user message, with or without a system "
-            "message before it; task.data.type=conversations reads whole conversations"
+            f"the messages have the roles {', '.join(roles)}, but a question is one user message, with or without a "
+            "system message before it; task.data.type=conversations reads whole conversations"
         )
     system = _text(messages[0]) if roles[0] == "system" else None
     reply = _text(messages[-1]) if roles[-1] == "assistant" else None
