@@ -81,7 +81,7 @@ def test_states_by_rank():
     assert shared_rewards([{}, {}, {}], Ranks, None) == {}
     with pytest.raises(UserError, match="reward 'a' has a state for each rank, and run was written by 3 ranks, not 2"):
         shared_rewards([{"a": 1}] * 3, Ranks, "run")
-    with pytest.raises(UserError, match="reward 'exact_match' had a state .* but has no load"):
+    with pytest.raises(UserError, match="a state of reward 'exact_match', which now has no method load"):
         RewardSet([RewardSpec(name="exact_match")]).load({"exact_match": {}})
 
 

@@ -195,7 +195,7 @@ def test_prompts_and_detectors_that_do_not_fit_are_named(tmp_path):
         detector({"kind": "yolo"})
     with pytest.raises(ValueError, match="there is no detector file nowhere.onnx"):
         detector({"kind": "onnx", "path": "nowhere.onnx"})
-    with pytest.raises(ValueError, match="labels in its metadata"):
+    with pytest.raises(ValueError, match="`labels` in its metadata"):
         OnnxDetector(onnx_file(tmp_path / "b.onnx", np.zeros((1, 1, 4)), np.zeros((1, 1, 2)), None))
     with pytest.raises(ValueError, match="no detector 'fasterrcnn'"):
         detector({"kind": "torchvision", "name": "fasterrcnn", "weights": "x"})

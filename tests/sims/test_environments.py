@@ -67,7 +67,7 @@ def test_the_last_turn_that_is_allowed_ends_the_conversation(make):
     [
         ("raise", "KeyError: 'no such thing'"),
         ("nothing", ""),
-        ("silent", "no messages"),
+        ("silent", "must return a list of Message"),
         ("part", "a part that is neither text, an image nor a video"),
         ("empty image", "a part that is neither text, an image nor a video"),
         ("text", "5000 characters, more than limits.max_text=4000"),

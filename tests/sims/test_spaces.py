@@ -222,4 +222,4 @@ def test_a_key_of_success_that_never_comes_is_told(caplog):
         sim.reset([0], ["default"])
         for _ in range(3):
             sim.step(np.zeros((1, 1, 1)))
-    assert "never had 'solved', which task.options.success names" in caplog.text and "is_success" in caplog.text
+    assert "never had the key 'solved' of task.options.success" in caplog.text and "is_success" in caplog.text

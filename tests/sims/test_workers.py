@@ -182,7 +182,7 @@ def test_another_interpreter_may_run_the_workers(behind, tmp_path):
     assert sim.reset([1, 2], ["go", "go"]).instructions[1] == "go from 0.02"
     environment = Path(f"/proc/{sim.simulator.pids[0]}/environ").read_bytes().split(b"\0")
     assert b"PYTHONPATH=" in environment  # none of this interpreter's packages
-    with pytest.raises(UserError, match="no interpreter at /nowhere/python"):
+    with pytest.raises(UserError, match="no Python interpreter at /nowhere/python"):
         build(LINE, 1, workers=1, python="/nowhere/python")
 
 
