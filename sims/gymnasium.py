@@ -194,7 +194,7 @@ class GymnasiumSimulator:
             self._success_checked = True
             _log.warning(
                 "gymnasium: an episode ended, but info never had the key %r of task.options.success, so no episode is "
-                "a success; set it to one of: %s",
+                "a success; info has the keys: %s",
                 self._success,
                 ", ".join(name for name in info if not name.startswith("_")) or "none",
             )

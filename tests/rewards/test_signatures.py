@@ -187,7 +187,7 @@ def test_signatures_that_do_not_fit():
         ("of_a_batch", "trl", {}, "parameter completions, but its parameters are: reward_inputs, format_weight"),
         ("own", "verl", {}, "parameter solution_str"),
         ("of_texts", "trl", {"scales": 1}, "no option 'scales'"),
-        ("later", "trl", {}, "the function must not be async"),
+        ("later", "trl", {}, "it must be a function that is not async"),
     ):
         with pytest.raises(ValueError, match=f"reward '{HERE}:{function}'.*{reason}"):
             RewardSet([RewardSpec(name=f"{HERE}:{function}", signature=signature, options=options)])

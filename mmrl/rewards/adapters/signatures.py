@@ -41,7 +41,7 @@ def adapt(name: str, target: Callable[..., Any], signature: Signature, options: 
         target, options = instance, {}
     if not callable(target) or inspect.iscoroutinefunction(target):
         raise ValueError(
-            f"reward {name!r}: with signature: {signature} the function must not be async; define it with def"
+            f"reward {name!r}: with signature: {signature} it must be a function that is not async; define it with def"
         )
     parameters = inspect.signature(target).parameters
     has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
