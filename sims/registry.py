@@ -60,7 +60,9 @@ def build(
     if count < 1:
         raise UserError(f"simulator {name!r}: the number of environments must be at least 1, not {count}")
     if not 1 <= turns <= max(workers, 1):
-        raise UserError(f"simulator {name!r}: turns must be from 1 to the number of workers, {workers}, not {turns}")
+        raise UserError(
+            f"simulator {name!r}: turns must be from 1 to {max(workers, 1)} with workers={workers}, not {turns}"
+        )
     simulator: Simulator
     shares, patience_s = None, None
     if workers:

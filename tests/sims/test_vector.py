@@ -265,7 +265,7 @@ def test_shares_in_turns_play_the_same_episodes():
         success, length = run_episodes(sim, seeds, tasks, act)
     assert success.tolist() == whole[0].tolist() and length.tolist() == whole[1].tolist()
     assert len(set(length.tolist())) > 2
-    with pytest.raises(UserError, match="turns must be from 1 to the number of workers, 1, not 2"):
+    with pytest.raises(UserError, match="turns must be from 1 to 1 with workers=1, not 2"):
         build(LINE, 5, workers=1, turns=2)
 
 
