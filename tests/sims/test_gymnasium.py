@@ -163,7 +163,7 @@ def test_what_gymnasium_cannot_do_is_refused(walk):
         walk(2, env=sync(AutoresetMode.SAME_STEP))
     with pytest.raises(UserError, match="must have 2 environments, not 3"):
         walk(2, env=lambda count: sync(AutoresetMode.DISABLED)(3))
-    with pytest.raises(UserError, match="no 'wrist'; it has camera, place"):
+    with pytest.raises(UserError, match="no key 'wrist'; its keys: camera, place"):
         walk(2, image="wrist")
     with pytest.raises(UserError, match="gymnasium environment 'mmrl/Wolk-v0': .*Walk"):
         walk(2, env="mmrl/Wolk-v0")
