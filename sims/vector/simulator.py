@@ -253,8 +253,8 @@ class VectorSim:
         if self._observation is None:
             raise UserError("reset(seeds, tasks) must be called before any other method of a simulator")
         if active is not None and (np.shape(active) != (len(self),) or np.asarray(active).dtype != bool):
-            given = np.asarray(active)
-            raise UserError(f"active must be bool of shape ({len(self)},), not {given.dtype} of shape {given.shape}")
+            flags = np.asarray(active)
+            raise UserError(f"active must be bool of shape ({len(self)},), not {flags.dtype} of shape {flags.shape}")
         return self._observation
 
     def _rows(self, active: ArrayLike | None) -> NDArray[np.int64]:

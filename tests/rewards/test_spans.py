@@ -67,7 +67,7 @@ def test_bad_spans_cost_their_sample(kind):
 
 def test_unknown_units_and_totals_that_are_not_finite():
     for options, reason in (
-        ({"of": "words"}, "not of 'words'"),
+        ({"of": "words"}, "not 'words'"),
         ({"total": math.inf}, "the total of its spans is inf"),
     ):
         made = RewardSet([RewardSpec(name=f"{HERE}:planted", options=options)])
