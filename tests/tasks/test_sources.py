@@ -104,7 +104,7 @@ def test_bad_rows_are_listed_with_file_line_and_field(images):
         ),
         (question(1, images=["gone.png"]), "field 'images', image 0: cannot read .*gone.png"),
         (question(1, images=["torn.png"]), "field 'images', image 0: cannot read .*torn.png"),
-        (question(1, images=[{"bytes": None, "path": None}]), "an image or video must be a path, a URL or bytes"),
+        (question(1, images=[{"bytes": None, "path": None}]), "neither a path, a URL nor bytes"),
     ]
     path = write_jsonl(images, [question(0), *(line for line, _ in bad), question(2)])
     source = FileSource(path, max_bad_share=0.9)
@@ -170,8 +170,8 @@ REFUSED = {
     "zero byte": ("a\0.png", "embedded null"),
     "program": ("page.eps", "cannot read 'page.eps': not a PNG, JPEG, WEBP, GIF, BMP or TIFF"),
     "huge": ("huge.png", "has 13000 x 13000 pixels, more than max_pixels=40000000"),
-    "number": (7, "an image or video must be a path, a URL or bytes"),
-    "bytes of JSON": ({"bytes": "abc"}, "an image or video must be a path, a URL or bytes"),
+    "number": (7, "neither a path, a URL nor bytes"),
+    "bytes of JSON": ({"bytes": "abc"}, "neither a path, a URL nor bytes"),
 }
 
 
