@@ -25,6 +25,7 @@ from mmrl.collection.checks import check_batch
 from mmrl.collection.collector import sampled_by, synced
 from mmrl.config import Config, configure, load, to_yaml
 from mmrl.engine import Engine, Heartbeat, Ranks, applied, end_with_launcher, select_device, start_distributed
+from mmrl.engine.compilation import check_compiler
 from mmrl.engine.launcher import NOT_MET, meeting_place
 from mmrl.errors import UserError, describe_error
 from mmrl.evaluation.evaluate import Journal, evaluate
@@ -299,6 +300,7 @@ def check_start(config: Config) -> None:
     if check_run_dir(folder, plain(config)):
         raise RunEnded(f"run_dir={folder} holds this run and it is complete; raise steps, or name another run_dir")
     check_trackers(config.log)
+    check_compiler(config.engine.compile)
 
 
 def run_warm_start(config: Config) -> Config:

@@ -23,6 +23,7 @@ NEUTRAL_KEYS = {
     "engine.offload",
     "engine.micro_batch",
     "engine.balance",
+    "engine.compile",
     "engine.deterministic",
     "engine.micro_tokens",
     "engine.logp_chunk",

@@ -30,6 +30,7 @@ import deepspeed  # noqa: E402  (needs_column DS_ACCELERATOR when imported)
 from deepspeed.runtime.zero import unwrap_model_for_generation  # noqa: E402
 
 from mmrl.engine import files, reshape  # noqa: E402
+from mmrl.engine.compilation import CompiledBlocks  # noqa: E402
 from mmrl.engine.ema import local_part, reshard  # noqa: E402
 from mmrl.engine.heartbeat import Heartbeat  # noqa: E402
 from mmrl.engine.launcher import ANY_PORT, INIT_METHOD, end_with_launcher, gloo_on_loopback, select_device  # noqa: E402
@@ -256,6 +257,7 @@ class Engine(Ranks):
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.updates = 0  # optimizer steps taken, skipped ones not counted
         self.lr_factor = 1.0  # factor of all learning rates, which guards may lower
+        self._compiled = None if settings.compile == "none" else CompiledBlocks(module, settings.compile)
         groups, self._rates = parameter_groups(module, optim, total_steps)
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._by_name = {names[p]: p for group in groups for p in group["params"]}  # in the optimizer's order
@@ -301,7 +303,9 @@ class Engine(Ranks):
         }
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        return self._engine(*args, **kwargs)
+        if self._compiled is None:
+            return self._engine(*args, **kwargs)
+        return self._compiled.call(self._engine, *args, **kwargs)
 
     @property
     def lr(self) -> float:
@@ -313,8 +317,9 @@ class Engine(Ranks):
     def backward(self, loss: Tensor) -> None:
         """Computes gradients of a micro-batch's loss and adds them to those of earlier micro-batches."""
         self.mark()
-        # DeepSpeed averages gradients over ranks; with a global denominator their sum is right.
-        self._engine.backward(loss * self.world, scale_wrt_gas=False)
+        with nullcontext() if self._compiled is None else self._compiled.running():  # where activations are recomputed
+            # DeepSpeed averages gradients over ranks; with a global denominator their sum is right.
+            self._engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def step(self) -> tuple[bool, float]:
         """Clips the accumulated gradient, updates the weights and sets the gradient to 0. Returns whether weights

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from mmrl.engine.compilation import records_gradients
+
 aten = torch.ops.aten
 STAGE_3_LINEAR = "deepspeed.runtime.zero.linear"
 ADDING = (aten.addmm, aten.baddbmm)  # matrix products whose first argument is added to the product
@@ -53,7 +55,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights, self.pairs, self.with_gradient = Flops(), Flops(), torch.is_grad_enabled()
+        self.weights, self.pairs, self.with_gradient = Flops(), Flops(), records_gradients()
 
     @property
     def total(self) -> Flops:
@@ -160,7 +162,7 @@ class Tally:
 
     def add(self, flops: Flops) -> None:
         """Adds a forward pass, and its backward pass where gradients are enabled."""
-        self.flops += flops.total if torch.is_grad_enabled() else flops.forward
+        self.flops += flops.total if records_gradients() else flops.forward
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class CallMeter(Meter):
         tensors = tensors_of((args, kwargs))
         rows = max(1, len(tensors[0]))
         shapes = (tuple(t.shape[1:] if t.shape[:1] == (rows,) else t.shape) for t in tensors)
-        known = self._of_row.setdefault((torch.is_grad_enabled(), *shapes), {})
+        known = self._of_row.setdefault((records_gradients(), *shapes), {})
         if rows in known or len(known) >= MAX_BATCH_SIZES:
             self.tally.add(known[min(known, key=lambda counted: abs(counted - rows))] * rows)
             return None
@@ -279,12 +281,12 @@ class SequenceMeter(Meter):
     @property
     def known(self) -> SequenceFlops | None:
         """Returns the operations of a pass, with gradients where these are enabled now; None before the first call."""
-        return self._known.get(torch.is_grad_enabled())
+        return self._known.get(records_gradients())
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[FlopCounter], None] | None:
         if self.known is not None:
             return None
-        with_gradient = torch.is_grad_enabled()
+        with_gradient = records_gradients()
         rows, length = tensors_of((args, kwargs.get("inputs_embeds"), kwargs.get("input_ids")))[0].shape[:2]
         cache = kwargs.get("past_key_values")
         pairs = rows * length * (length + (0 if cache is None else cache.get_seq_length()))

@@ -148,6 +148,13 @@ class EngineSettings(Section):
     micro_batch: int = option(8, "rollouts replayed at once on a rank; changes memory, not results", ge=1)
     max_bad_steps: int = option(3, "losses or gradients in a row that are not finite before the run stops", ge=1)
 
+    compile: Literal["none", "inductor", "aot_eager", "eager"] = option(
+        "none",
+        "torch.compile for the forward and backward passes of an update, by its backend; sampling is not compiled. "
+        "Each kind of block of the network is compiled once, for all lengths, in the first step, which takes minutes; "
+        "results agree to rounding. inductor: fused code, which needs a C++ compiler and on GPUs Triton. aot_eager and "
+        "eager: torch's backends for finding errors, which gain nothing",
+    )
     deterministic: bool = option(
         False,
         "use kernels that give the same bits each time (torch.use_deterministic_algorithms); an operation without one "
@@ -161,6 +168,15 @@ class EngineSettings(Section):
     def token_limit(self) -> int | None:
         """The most tokens that are replayed at once on a rank; None: as many as there are."""
         return None
+
+    @model_validator(mode="after")
+    def _compiles_whole_weights(self) -> EngineSettings:
+        if self.compile != "none" and self.zero_stage == 3:
+            raise ValueError(
+                f"compile={self.compile} does not go with engine.zero_stage=3, which gathers weights in the midst of a "
+                "block; set engine.zero_stage to 0, 1 or 2, or engine.compile=none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _offload_needs_zero(self) -> EngineSettings:

@@ -177,6 +177,11 @@ class VisionLanguageModel(ModelSettings):
             )
         if not isinstance(sampling.generator, VLLMGenerator):
             return
+        if sampling.generator.routing_replay and config.engine.compile != "none":
+            raise ValueError(
+                f"engine.compile={config.engine.compile} does not go with rollout.generator.routing_replay=true, which "
+                "changes the routers of single blocks; set engine.compile=none, or routing_replay=false"
+            )
         if sampling.generator.steps_ahead:
             for key in ("temperature", "max_response_length"):
                 if not isinstance(vars(sampling)[key], Constant):

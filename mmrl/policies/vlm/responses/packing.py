@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from mmrl.engine.compilation import apart
 from mmrl.generation.decoding import PACKED
 
 MAX_FILL = 0.9  # share of real tokens in a padded batch below which packing saves time
@@ -174,13 +175,19 @@ def packed_attention(
         attended = varlen_attn(q, k, v, ends, ends, max_length_q, max_length_q, scale=scale, window_size=window)
         assert isinstance(attended, Tensor)
         return attended.unsqueeze(0), None
-    lengths = cu_seq_lens_q.diff().tolist()
+    return by_sequence(query, key, value, cu_seq_lens_q, causal, scale), None
+
+
+@apart
+def by_sequence(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Computes attention sequence by sequence; arguments and result as `packed_attention`."""
+    lengths, shared = starts.diff().tolist(), query.shape[1] > key.shape[1]
     sequences = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
-    attended_sequences = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=groups > 1)
+    attended = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=shared)
         for q, k, v in sequences
     ]
-    return torch.cat(attended_sequences, 2).transpose(1, 2), None
+    return torch.cat(attended, 2).transpose(1, 2)
 
 
 def _mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
