@@ -20,6 +20,7 @@ from pydantic import create_model
 from mmrl.algorithms.algorithm import Algorithm
 from mmrl.algorithms.grpo import GRPO
 from mmrl.checkpoints.settings import Checkpoint
+from mmrl.collection.checks import check_sources
 from mmrl.collection.settings import Demonstrations, Groups
 from mmrl.engine.settings import AdamW, EngineSettings, Kernels, Optim
 from mmrl.errors import UserError
@@ -112,13 +113,7 @@ class Config(Section):
         Raises ValueError with the key."""
         offered = self.offered
         check(self._parts(), offered)
-        learns = {f"algorithm.type={self.algorithm.type}": self.algorithm.learns_from_extras}
-        learns |= {f"algorithm.terms.{i} ({t.type})": t.learns_from_extras for i, t in enumerate(self.algorithm.terms)}
-        for key, from_extras in learns.items():
-            if from_extras and not self.rollout.extra_sources:
-                raise ValueError(
-                    f"{key} learns from rollouts of rollout.extras, which is empty; add a source, such as stored_steps"
-                )
+        check_sources(self)
         self.algorithm.check(self, offered)
         if self.sample.search is not None:
             self.sample.search.check(offered)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmrl.engine import Ranks
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.job import JobConfig
-    from mmrl.protocols.parts import Policy
+    from mmrl.protocols.parts import Policy, RolloutKind
     from mmrl.rollouts import Prompt, Replay, Rollouts
 
 SEGMENT_IDS = SegmentIds()
@@ -102,7 +102,8 @@ class Algorithm(Choice):
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it is trained on
     collection: ClassVar[CollectionSettings] = Groups  # the class of the section `rollout` of such a job
     weighs_decisions: ClassVar[bool] = True  # whether the objective multiplies decisions by `Replay.weight`
-    learns_from_extras: ClassVar[bool] = False  # whether it learns from rollouts of rollout.extras alone
+    # kinds of rollouts that it learns from alone, one of which rollout.extras must bring; empty: it learns from all
+    learns_from: ClassVar[frozenset[RolloutKind]] = frozenset()
     pairs_decisions: ClassVar[bool] = False  # whether it compares rollouts of a group decision by decision
 
     type: str = "grpo"

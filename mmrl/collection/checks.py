@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from mmrl.collection.extra_sources import ExtraSource
 from mmrl.errors import UserError
 from mmrl.generation.settings import RolloutWorkers
 from mmrl.protocols.job import JobConfig
+from mmrl.settings import kind_of
 
 
 def prompts_at_once(config: JobConfig, world: int) -> int:
     """Returns the number of prompts whose rollouts a rank samples at once. world: number of ranks."""
     local_prompts, max_rollouts = config.rollout.prompts // world, config.rollout.generated_at_once
     return local_prompts if max_rollouts is None else min(local_prompts, max(1, max_rollouts // config.group_size))
+
+
+def check_sources(config: JobConfig) -> None:
+    """Raises ValueError for a part of the algorithm that learns from rollouts which no source of the job makes."""
+    algorithm, sources = config.algorithm, config.rollout.extra_sources
+    learns_from = {f"algorithm.type={algorithm.type}": algorithm.learns_from}
+    learns_from |= {f"algorithm.terms.{i} ({term.type})": term.learns_from for i, term in enumerate(algorithm.terms)}
+    offered = {source.makes for source in sources}
+    for key, kinds in learns_from.items():
+        if kinds and None not in offered and not kinds & offered:
+            fitting = [name for name in ExtraSource.kinds if kind_of(ExtraSource, name).makes in kinds]
+            raise ValueError(
+                f"{key} learns from rollouts of rollout.extras, which has no source of such rollouts; add one of "
+                f"{', '.join(fitting)}"
+            )
 
 
 def check_batch(config: JobConfig, world: int) -> None:
@@ -34,7 +51,7 @@ def check_batch(config: JobConfig, world: int) -> None:
             "rollout.generator.partial cannot sample the pairs of prompts of rollout.twins; set it to false"
         )
     local, counted = config.rollouts_per_step // world, "rollout.prompts x rollout.group_size / ranks"
-    if config.algorithm.learns_from_extras:
+    if config.algorithm.learns_from:
         local = sum(extra.rollouts for extra in rollout.extra_sources) // world
         counted = "the sum over rollout.extras / ranks"
     if local % minibatches:

@@ -15,6 +15,7 @@ from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
 if TYPE_CHECKING:
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Prompt, Rollouts
 
 BELOW = -(1 << 50)  # group ids of labels, below those of demonstrations and of imitated rollouts
@@ -28,6 +29,7 @@ class ExpertLabels(ExtraSource):
     source: ClassVar[str] = "DAgger, arXiv 1011.0686, where beta is 0 from the first step on"
     test: ClassVar[str] = "tests/whole_runs/test_robot_demonstrations.py"
 
+    makes: ClassVar[RolloutKind | None] = "demonstrations"
     type: str = "expert_labels"
     episodes: int = option(16, "episodes that are played for them each step, over all ranks", ge=1)
     prompts: int = option(description="observations that a step learns from, over all ranks", ge=1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.offers import Offer
-    from mmrl.protocols.parts import Source, Task
+    from mmrl.protocols.parts import RolloutKind, Source, Task
     from mmrl.rollouts import Rollouts
 
 
@@ -71,6 +71,7 @@ class ExtraSource(Choice):
         "action_proposals": "mmrl.collection.stored_steps.proposals:ActionProposals",
     }
     test: ClassVar[str] = "tests/joints/test_collection.py"
+    makes: ClassVar[RolloutKind | None] = None  # the kind of its rollouts; None: not declared
 
     _context: SourceContext = PrivateAttr()
 
@@ -212,6 +213,7 @@ class DemonstrationSource(ExtraSource):
     equation: ClassVar[str] = "rollouts of origin 1, without rewards"
     source: ClassVar[str] = "demonstrations beside rollouts, as in LUFFY, arXiv 2504.14945"
 
+    makes: ClassVar[RolloutKind | None] = "demonstrations"
     type: str = "demonstrations"
     prompts: int = option(description="demonstrations a step, over all ranks", ge=1)
     _order: Permutation = PrivateAttr()

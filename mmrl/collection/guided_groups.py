@@ -14,6 +14,7 @@ from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
 if TYPE_CHECKING:
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Rollouts
 
 
@@ -64,6 +65,7 @@ class GuidedGroups(Guidance):
     equation: ClassVar[str] = "A_i of the group G with the prompt's demonstration, scored by the task; origin 1"
     source: ClassVar[str] = "mixed-policy GRPO of LUFFY, arXiv 2504.14945; groups=failed is a variant"
 
+    makes: ClassVar[RolloutKind | None] = "demonstrations"
     type: str = "guided_groups"
 
     @property
@@ -95,6 +97,7 @@ class GuidedPrefixes(Guidance):
     )
     source: ClassVar[str] = "reconstructed from BREAD, arXiv 2506.17211; learned: after Prefix-RFT, arXiv 2507.01679"
 
+    makes: ClassVar[RolloutKind | None] = "other"
     type: str = "guided_prefixes"
     groups: Literal["all", "failed"] = option("failed", "failed: only groups none of whose rollouts is right")
     count: int = option(2, "such responses that join a group", ge=1)

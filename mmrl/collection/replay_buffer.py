@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Rollouts
 
 BELOW = -(1 << 40)  # group ids of imitated rollouts, below those of demonstrations
@@ -117,6 +118,7 @@ class SuccessReplay(ReplaySource):
     )
     source: ClassVar[str] = "RLEP, arXiv 2507.07451; only where all are wrong: ARPO, arXiv 2505.16282"
 
+    makes: ClassVar[RolloutKind | None] = "replayed"
     type: str = "success_replay"
     count: int = option(1, "replayed rollouts that join a group", ge=1)
     groups: Literal["all", "failed"] = option("all", "failed: only groups none of whose fresh rollouts is right")
@@ -150,6 +152,7 @@ class SelfImitation(ReplaySource):
     equation: ClassVar[str] = "rollouts of origin 2 (replayed), without rewards, drawn at random from all in the buffer"
     source: ClassVar[str] = "after self-imitation learning, arXiv 1806.05635, without its critic"
 
+    makes: ClassVar[RolloutKind | None] = "replayed"
     type: str = "self_imitation"
     count: int = option(description="replayed rollouts a step, over all ranks", ge=1)
     _drawn: int = PrivateAttr(default=0)  # steps so far

@@ -9,6 +9,7 @@ from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
 if TYPE_CHECKING:
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Rollouts
 
 
@@ -26,6 +27,7 @@ class ExtraRollouts(ExtraSource):
     source: ClassVar[str] = "reconstructed from EFRame, arXiv 2506.22200: extra rollouts and their filter"
     test: ClassVar[str] = "tests/joints/test_retries.py"
 
+    makes: ClassVar[RolloutKind | None] = "other"
     type: str = "extra_rollouts"
     count: int = option(8, "further responses to a prompt", ge=1)
     temperature: float = option(1.2, "temperature of these responses", gt=0)

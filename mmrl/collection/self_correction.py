@@ -15,6 +15,7 @@ from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
 if TYPE_CHECKING:
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Rollouts
 
 
@@ -33,6 +34,7 @@ class SelfCorrections(ExtraSource):
     source: ClassVar[str] = "reconstructed from Octopus: recombined rollouts whose loss is on the second response only"
     test: ClassVar[str] = "tests/joints/test_corrections.py"
 
+    makes: ClassVar[RolloutKind | None] = "other"
     type: str = "self_corrections"
     text: str = option("\nWait, I will look again.\n", "between the two responses")
     count: int = option(2, "such responses that join a group with right and wrong rollouts", ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -13,6 +13,9 @@ from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 PromptCheck = Callable[[Prompt], str | None]  # returns why the policy cannot read a prompt, in one line; None: it can
+# What sources of rollout.extras make. demonstrations: known answers; replayed: rollouts or steps of earlier training
+# steps; proposals: actions that are not executed; other: rollouts of this training step.
+RolloutKind = Literal["demonstrations", "replayed", "proposals", "other"]
 
 
 class Source(Protocol):

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Replay, Rollouts
 
 
 class Term(Choice):
     """A loss term: values that are added to the algorithm's and reduced together with them.
 
-    learns_from_extras: whether it is about rollouts of `rollout.extras` alone, so that a job must have some.
     at_one_update: what the term does if all ratios are 1, as with one update per step; empty: the same as otherwise.
     """
 
@@ -43,13 +43,18 @@ class Term(Choice):
         "head_cost": "mmrl.terms.losses.head_cost:HeadCost",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
-    learns_from_extras: ClassVar[bool] = False
     at_one_update: ClassVar[str] = ""
 
     @property
     def needs(self) -> Needs:
         """Returns what the term requires of the policy and the job, such as the reference policy."""
         return Needs()
+
+    @property
+    def learns_from(self) -> frozenset[RolloutKind]:
+        """Returns the kinds of rollouts that it is about alone, so that rollout.extras must have a source of one of
+        them; empty: it is about all rollouts."""
+        return frozenset()
 
     @property
     def at_rest(self) -> str:

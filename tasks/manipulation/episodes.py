@@ -109,6 +109,11 @@ class Disturbance:
     probability: float = 0.0
     length: int = 5
 
+    @property
+    def changes_actions(self) -> bool:
+        """Returns whether the executed actions may differ from the expert's."""
+        return self.noise > 0 or self.probability > 0
+
 
 class ActionDisturber:
     """Applies a `Disturbance` to the actions of `num_envs` environments, step by step."""
@@ -201,7 +206,9 @@ def play_expert(
     for row, (task, seed) in enumerate(starts):
         if steps[row] and (success[row] or not successful_only):
             images, state, actions, rewards = (np.stack(column) for column in zip(*steps[row], strict=True))
-            to_go = RewardsToGo(rewards, np.arange(len(rewards)), float(success[row]))
+            # What the executed actions earned says nothing about others, which the expert would have taken.
+            earned = record_executed or not disturbance.changes_actions
+            to_go = RewardsToGo(rewards, np.arange(len(rewards)), float(success[row])) if earned else None
             episode = RecordedEpisode(
                 f"{task}-{seed}",
                 instructions[row],

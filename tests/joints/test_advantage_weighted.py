@@ -83,7 +83,8 @@ def beside(given, of, origin, *, options=""):
     logp = [[-1.0], [-2.0], [-1.5], [-0.5]]
     table = Table(logp, group=[0, 1, -1, -2], rewards=[0.0, 0.0, math.nan, math.nan], value=[[0.0], [0.0], *VALUES])
     term = f"{{type: advantage_weighted, coefficient: 0.5, of: {of}, {RETURNS}{options}}}"
-    extras = "extras: [{type: demonstrations, prompts: 1}]"  # those of the table stand in for what it adds
+    source = "{type: demonstrations, prompts: 1}" if of == "demonstrations" else "{type: self_imitation, count: 1}"
+    extras = f"extras: [{source}]"  # those of the table stand in for what it adds
     made = given(table, f"rollout={{prompts: 2, {extras}}}", f"algorithm={{type: ppo, terms: [{term}]}}")
     rollouts = with_earnings(table.rollouts(), (2, 3))
     rollouts.origin = torch.tensor([FRESH, FRESH, *origin])
@@ -128,6 +129,7 @@ def test_a_job_without_a_critic_is_refused(given):
 def test_a_job_without_stored_steps_is_refused(given):
     table = Table([[-1.0]], group=[0], rewards=[0.0], value=[[0.0]])
     with pytest.raises(
-        UserError, match=r"algorithm.terms.0 \(advantage_weighted\) learns .* rollout.extras, which is empty"
+        UserError,
+        match=r"algorithm.terms.0 \(advantage_weighted\) learns .* rollout.extras, which has no source of such",
     ):
         given(table, "rollout={prompts: 1}", "algorithm={type: ppo, terms: [advantage_weighted]}")

@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 from mmrl.measurements.q_values import ESTIMATES
 from mmrl.policies.vla.off_policy import OffPolicyAccess
 from mmrl.protocols.abilities import SampledActions
-from mmrl.rollouts import FRESH
+from mmrl.rollouts import DEMONSTRATION, FRESH, REPLAYED
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close
 from tests.whole_runs.parts import ROBOTS, call, distance, final, make, metrics, release, timeless, train
@@ -306,6 +306,42 @@ def test_on_a_line_it_reaches_the_goal(tmp_path):
     assert rows[-1]["accuracy"] >= 0.9 > rows[0]["accuracy"], [row["accuracy"] for row in rows]
 
 
+# --- demonstrations beside stored steps (RLPD) ---
+
+BOTH = "{type: stored_steps, steps: 6}, {type: demonstrations, prompts: 6}"
+EXPERT = "task.demonstrations={type: expert, episodes: 4, noise: 0.3, successful: false"
+
+
+def test_demonstrated_steps_are_learned_from_as_stored_ones_are(tmp_path):
+    settings = [*options(source=BOTH, more=", of: mean"), EXPERT + ", actions: executed}"]
+    trainer, rollouts, minibatches = prepared(tmp_path, *settings)
+    (values,) = [record.values for name, record in rollouts.extras.items() if name.startswith("q_values")]
+    kinds = rollouts.origin[recorded(rollouts)]
+    assert kinds.tolist().count(DEMONSTRATION) == kinds.tolist().count(REPLAYED) == 6
+    assert not values[recorded(rollouts), 0].isnan().any() and values[~recorded(rollouts), 0].isnan().all()
+    (micro,) = minibatches[0]
+    found = trainer.losses(micro, trainer.algorithm.denominators(micro))[1]["q_gradient/logp"]
+    assert not found[recorded(micro)].isnan().any() and found[~recorded(micro)].isnan().all()
+    release(trainer)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        (f"algorithm={{type: soft_actor_critic, {Q}}}}}", "algorithm.type=soft_actor_critic"),
+        (f"algorithm.terms=[{{type: q_weighted, of: demonstrations, {Q}}}}}]", r"algorithm.terms \(q_weighted\)"),
+        (
+            "algorithm={type: ppo, terms: [{type: advantage_weighted, of: demonstrations}]}",
+            r"algorithm.terms \(advantage_weighted\)",
+        ),
+    ],
+)
+def test_demonstrations_that_do_not_say_what_they_earned_are_named(tmp_path, algorithm, key):
+    settings = [option for option in options(source=BOTH) if not option.startswith("algorithm=")]
+    with pytest.raises(UserError, match=rf"{key}: the recorded episode of .* has no reward"):
+        prepared(tmp_path, *settings, EXPERT + "}", algorithm, steps=1)
+
+
 # --- refusals ---
 
 
@@ -314,7 +350,7 @@ def test_on_a_line_it_reaches_the_goal(tmp_path):
     [
         (
             "rollout.extras=[]",
-            "algorithm.type=soft_actor_critic learns from rollouts of rollout.extras, which is empty",
+            r"algorithm.type=soft_actor_critic learns from rollouts of rollout.extras.* no source",
         ),
         ("engine.zero_stage=3", "engine.zero_stage=3 does not go with action.head.type=gaussian"),
         ("action.head={type: token, bins: 8}", "differentiable function"),

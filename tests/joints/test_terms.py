@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mmrl.errors import UserError
 from mmrl.preflight.quick import probe_quickly
 from mmrl.rollouts import OBJECTIVE, DecisionColumn
 from tests.joints.parts import Table, close
@@ -109,11 +110,13 @@ def test_terms_of_one_kind_have_metrics_of_their_own(given):
     close(values["likelihood/1"], -2.0)
 
 
-def test_likelihood_of_demonstrations_is_0_without_any(given):
+@pytest.mark.parametrize(("of", "source"), [("demonstrations", "demonstrations"), ("replayed", "stored_steps")])
+@pytest.mark.parametrize("extras", ["[]", "[{type: extra_rollouts, count: 1}]"])
+def test_likelihood_of_rollouts_that_no_source_makes_is_refused(given, of, source, extras):
     table = Table([[-1.0, -2.0], [-3.0]])
-    made = still(given, table, "algorithm.terms=[{type: likelihood, coefficient: 0.3}]")
-    made.prepare()
-    close(made.learn(), 0.0)
+    message = rf"algorithm.terms.0 \(likelihood\) learns from .* no source of such rollouts; add one of .*{source}"
+    with pytest.raises(UserError, match=message):
+        given(table, f"algorithm.terms=[{{type: likelihood, of: {of}}}]", f"rollout.extras={extras}")
 
 
 def test_kl_against_a_view(given):

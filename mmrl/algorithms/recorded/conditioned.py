@@ -13,6 +13,7 @@ from mmrl.algorithms.recorded.recorded import RecordedSteps
 from mmrl.protocols.abilities import AdvantageLabelling
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
+from mmrl.terms.losses.advantage_weighted import check_returns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,8 +53,8 @@ class AdvantageConditioned(RecordedSteps):
         """Returns prompts with a label in their metadata, "" for none. Raises UserError as `check_returns`."""
         import torch
 
+        check_returns(f"algorithm.type={self.type}", prompts)
         returns = self.returns.of(prompts)
-        self.check_returns(returns, [prompt.id for prompt in prompts])
         good, bad = self._policy.advantage_labels
         with torch.no_grad():
             steps = self._policy.demonstrate(list(prompts), [0] * len(prompts))

@@ -8,7 +8,7 @@ from mmrl.algorithms.algorithm import Algorithm
 from mmrl.collection.settings import CollectionSettings, Demonstrations
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
-from mmrl.terms.losses.advantage_weighted import AdvantageWeights, StepReturns
+from mmrl.terms.losses.advantage_weighted import AdvantageWeights, StepReturns, check_returns
 from mmrl.terms.losses.q_weighted import QFunctions, estimates_of, report_agreement
 
 if TYPE_CHECKING:
@@ -47,14 +47,7 @@ class ImplicitQLearning(Algorithm):
 
     def advantages(self, batch: Batch) -> Tensor:
         """Returns Q - V of each step. Raises UserError for a step whose episode does not say what it earned."""
-        from mmrl.errors import UserError
-
-        for sample in batch.rollouts.samples:
-            if "tail" not in sample.prompt.metadata:
-                raise UserError(
-                    f"algorithm.type={self.type}: the recorded episode of {sample.prompt.id} has no reward; add the "
-                    "feature next.reward or next.success to the LeRobot data set, or use algorithm.type=supervised"
-                )
+        check_returns(f"algorithm.type={self.type}", [sample.prompt for sample in batch.rollouts.samples])
         return estimates_of(batch.rollouts, self.measurement)["advantage"]
 
     def prepare(self, batch: Batch) -> None:

@@ -9,7 +9,7 @@ from mmrl.collection.settings import CollectionSettings, Demonstrations
 from mmrl.protocols.critic import CriticSettings, SharedCritic
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
-from mmrl.terms.losses.advantage_weighted import StepReturns
+from mmrl.terms.losses.advantage_weighted import StepReturns, check_returns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,21 +45,11 @@ class RecordedSteps(Algorithm):
 
         from mmrl.rollouts import Column
 
-        returns = self.returns.of([sample.prompt for sample in batch.rollouts.samples])
-        self.check_returns(returns, [sample.prompt.id for sample in batch.rollouts.samples])
+        prompts = [sample.prompt for sample in batch.rollouts.samples]
+        check_returns(f"algorithm.type={self.type}", prompts)
+        returns = self.returns.of(prompts)
         batch.rollouts.extras[RETURNS] = Column(returns)
         return torch.ones(len(returns))
-
-    def check_returns(self, returns: Tensor, names: list[str]) -> None:
-        """Raises UserError for the first step without a return. returns: [step]; names: of their prompts."""
-        from mmrl.errors import UserError
-
-        if returns.isnan().any():
-            raise UserError(
-                f"algorithm.type={self.type}: the recorded episode of {names[int(returns.isnan().nonzero()[0])]} has "
-                "no reward; add the feature next.reward or next.success to the LeRobot data set, or use "
-                "algorithm.type=supervised"
-            )
 
     def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
         from mmrl.core.values import expectile_error

@@ -8,7 +8,7 @@ from mmrl.algorithms.algorithm import Algorithm, Reduction
 from mmrl.collection.settings import CollectionSettings, Independent
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
-from mmrl.terms.losses.advantage_weighted import StepReturns
+from mmrl.terms.losses.advantage_weighted import StepReturns, check_returns, demonstrated
 from mmrl.terms.losses.q_gradient import QGradient, SoftQFunctions
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Replay, Rollouts
 
 
@@ -34,7 +35,7 @@ class SoftActorCritic(Algorithm):
     test: ClassVar[str] = "tests/joints/test_q_gradient.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "rollouts"
     collection: ClassVar[CollectionSettings] = Independent
-    learns_from_extras: ClassVar[bool] = True
+    learns_from: ClassVar[frozenset[RolloutKind]] = frozenset({"replayed", "proposals", "demonstrations"})
     type: str = "soft_actor_critic"
     of: Literal["least", "mean"] = option(
         "least", "what the policy climbs: the least of the Q networks' values, or their mean"
@@ -52,9 +53,11 @@ class SoftActorCritic(Algorithm):
         return self.actor.needs
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Returns 0, since nothing is learned from what an episode earned as a whole."""
+        """Returns 0, since nothing is learned from what an episode earned as a whole. Raises UserError for a
+        demonstrated step whose episode does not say what it earned."""
         import torch
 
+        check_returns(f"algorithm.type={self.type}", demonstrated(batch.rollouts))
         return torch.zeros(len(batch.rollouts))
 
     def prepare(self, batch: Batch) -> None:

@@ -20,6 +20,7 @@ from mmrl.settings import option
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Rollouts
 
 SEED_OFFSET = 3 << 30  # added to the run's seed, so that no response is sampled twice
@@ -42,6 +43,7 @@ class Branches(ExtraSource):
     )
     test: ClassVar[str] = "tests/joints/test_branches.py"
 
+    makes: ClassVar[RolloutKind | None] = "other"
     type: str = "branches"
     count: int = option(4, "branches that join a group", ge=1)
     rounds: int = option(

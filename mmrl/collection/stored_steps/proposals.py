@@ -11,6 +11,7 @@ from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
 if TYPE_CHECKING:
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Rollouts
 
 BELOW = -(1 << 49)  # group ids of proposals, below those of stored steps
@@ -25,6 +26,7 @@ class ActionProposals(StoredSteps):
     source: ClassVar[str] = "OGPO, arXiv 2605.03065"
     test: ClassVar[str] = "tests/joints/test_q_policy_gradient.py"
 
+    makes: ClassVar[RolloutKind | None] = "proposals"
     type: str = "action_proposals"
     group_size: int = option(8, "chunks for each stored observation", ge=2)
 

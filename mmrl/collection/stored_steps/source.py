@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from mmrl.collection.stored_steps.ring import StepRing, StoredStep
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Prompt, Rollouts
 
 BELOW = -(1 << 48)  # group ids of stored steps, below those of imitated rollouts and above those of expert labels
@@ -31,6 +32,7 @@ class StoredSteps(ExtraSource):
     source: ClassVar[str] = "a replay buffer, as in self-imitation learning, arXiv 1806.05635"
     test: ClassVar[str] = "tests/collection/test_stored_steps.py"
 
+    makes: ClassVar[RolloutKind | None] = "replayed"
     type: str = "stored_steps"
     steps: int = option(description="policy steps that a training step learns from, over all ranks", ge=1)
     keep: int = option(100_000, "policy steps that a rank keeps; whole training steps leave, the oldest first", ge=1)

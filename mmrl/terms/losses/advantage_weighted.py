@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Prompt, Replay, Rollouts
 
 
@@ -52,6 +53,28 @@ class StepReturns(Section):
         return torch.tensor(returns, dtype=torch.float32)
 
 
+def check_returns(key: str, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError for the first recorded step whose prompt does not say what its episode earned. key: of the part
+    of the configuration that learns from it."""
+    from mmrl.errors import UserError
+
+    for prompt in prompts:
+        if "tail" not in prompt.metadata:
+            raise UserError(
+                f"{key}: the recorded episode of {prompt.id} has no reward; add the feature next.reward or next.success "
+                "to a LeRobot data set, or set task.demonstrations.actions=executed for a disturbed expert; or use "
+                "algorithm.type=supervised or the term likelihood"
+            )
+
+
+def demonstrated(rollouts: Rollouts) -> list[Prompt]:
+    """Returns the prompts of demonstrations among rollouts."""
+    from mmrl.rollouts import DEMONSTRATION, require
+
+    origins = require(rollouts.origin, "origins").tolist()
+    return [s.prompt for s, origin in zip(rollouts.samples, origins, strict=True) if origin == DEMONSTRATION]
+
+
 class AdvantageWeightedTerm(Term):
     """The likelihood of stored policy steps (rollout.extras=[stored_steps]) or of demonstrated ones, weighted by their
     advantage over the critic's value. It needs an algorithm with a critic."""
@@ -62,12 +85,15 @@ class AdvantageWeightedTerm(Term):
         "2006.15134"
     )
     test: ClassVar[str] = "tests/joints/test_advantage_weighted.py"
-    learns_from_extras: ClassVar[bool] = True
     type: str = "advantage_weighted"
     coefficient: Schedule = number(0.1, "weight of the term", ge=0)
     of: Literal["replayed", "demonstrations"] = option("replayed", "those of rollout.extras of this kind")
     weights: AdvantageWeights = option(AdvantageWeights(), "weight of a step by its advantage")
     returns: StepReturns = option(StepReturns(), "what a step is compared with its value by")
+
+    @property
+    def learns_from(self) -> frozenset[RolloutKind]:
+        return frozenset({self.of})
 
     @property
     def needs(self) -> Needs:
@@ -76,6 +102,8 @@ class AdvantageWeightedTerm(Term):
     def prepare(self, batch: Batch) -> None:
         from mmrl.rollouts import Column
 
+        if self.of == "demonstrations":
+            check_returns(f"algorithm.terms ({self.type})", demonstrated(batch.rollouts))
         batch.rollouts.extras[self.key] = Column(self.returns.of([sample.prompt for sample in batch.rollouts.samples]))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:

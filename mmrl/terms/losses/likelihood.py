@@ -14,6 +14,7 @@ from mmrl.terms.term import Term
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Replay, Rollouts
 
 
@@ -41,6 +42,12 @@ class LikelihoodTerm(Term):
         0.0, "weight of a rollout is exp(doubt x its mean entropy): above 0, uncertain rollouts weigh more; below, less"
     )
     under: View | None = option(None, "change of the prompt that the likelihood is conditioned on; null: none")
+
+    @property
+    def learns_from(self) -> frozenset[RolloutKind]:
+        if self.of == "demonstrations" or self.of == "replayed":
+            return frozenset({self.of})
+        return frozenset()
 
     @property
     def needs(self) -> Needs:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mmrl.measurements.action_values import ActionValues
     from mmrl.measurements.q_values import QValues
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Replay, Rollouts
 
 
@@ -71,7 +72,6 @@ class QGradient(Term):
         "RLPD, arXiv 2302.02948"
     )
     test: ClassVar[str] = "tests/joints/test_q_gradient.py"
-    learns_from_extras: ClassVar[bool] = True
     type: str = "q_gradient"
     coefficient: Schedule = number(1.0, "weight of the term", ge=0)
     of: Literal["least", "mean"] = option("least", "of the Q networks' values the least counts, or their mean")
@@ -83,6 +83,10 @@ class QGradient(Term):
         from mmrl.measurements.action_values import ActionValues
 
         return ActionValues(self.q.measurement(self.returns), self.of)
+
+    @property
+    def learns_from(self) -> frozenset[RolloutKind]:
+        return frozenset({"replayed", "proposals", "demonstrations"})
 
     @property
     def needs(self) -> Needs:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from mmrl.measurements.q_values import QValues
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Replay, Rollouts
 
 
@@ -31,7 +32,6 @@ class QPolicyGradient(Term):
         "OGPO, arXiv 2605.03065 (a critic as the reward of sampled chunks); target=value: with IQL's critic"
     )
     test: ClassVar[str] = "tests/joints/test_q_policy_gradient.py"
-    learns_from_extras: ClassVar[bool] = True
     type: str = "q_policy_gradient"
     coefficient: Schedule = number(1.0, "weight of the term", ge=0)
     clip: float = option(0.2, "bound of the ratio on both sides of 1", gt=0, lt=1)
@@ -42,6 +42,10 @@ class QPolicyGradient(Term):
     @property
     def measurement(self) -> QValues:
         return self.q.measurement(self.returns)
+
+    @property
+    def learns_from(self) -> frozenset[RolloutKind]:
+        return frozenset({"proposals"})
 
     @property
     def needs(self) -> Needs:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import Section, option
-from mmrl.terms.losses.advantage_weighted import AdvantageWeights, StepReturns
+from mmrl.terms.losses.advantage_weighted import AdvantageWeights, StepReturns, check_returns, demonstrated
 from mmrl.terms.term import Term
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from mmrl.measurements.q_values import QValues
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Replay, Rollouts
 
 
@@ -75,7 +76,6 @@ class QWeightedTerm(Term):
     equation: ClassVar[str] = "-coefficient w(Q(s, a) - V(s)) logp(a | s), of the chosen rollouts"
     source: ClassVar[str] = "policy extraction of IQL, arXiv 2110.06169, beside another algorithm"
     test: ClassVar[str] = "tests/joints/test_q_weighted.py"
-    learns_from_extras: ClassVar[bool] = True
     type: str = "q_weighted"
     coefficient: Schedule = number(0.1, "weight of the term", ge=0)
     of: Literal["replayed", "demonstrations"] = option("replayed", "those of rollout.extras of this kind")
@@ -84,11 +84,17 @@ class QWeightedTerm(Term):
     q: QFunctions = option(QFunctions(), "the Q networks and V")
 
     @property
+    def learns_from(self) -> frozenset[RolloutKind]:
+        return frozenset({self.of})
+
+    @property
     def needs(self) -> Needs:
         offers = frozenset({"demonstrations"})
         return Needs(offers=offers, measurements=(self.q.measurement(self.returns),))
 
     def prepare(self, batch: Batch) -> None:
+        if self.of == "demonstrations":
+            check_returns(f"algorithm.terms ({self.type})", demonstrated(batch.rollouts))
         report_agreement(batch, self.q.measurement(self.returns), self.returns)
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
