@@ -19,7 +19,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """What a reward needs.
+    """Requirements of a reward: options, weights and packages.
 
     reward: its name in `task.rewards`. options: YAML of its options, one line each. weights: what its options name, or
     what is downloaded at the first use. extras: those of mmrl that it needs. requirements: pinned packages of an

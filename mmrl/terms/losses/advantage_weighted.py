@@ -61,9 +61,9 @@ def check_returns(key: str, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         if "tail" not in prompt.metadata:
             raise UserError(
-                f"{key}: the recorded episode of {prompt.id} has no reward; add the feature next.reward or next.success "
-                "to a LeRobot data set, or set task.demonstrations.actions=executed for a disturbed expert; or use "
-                "algorithm.type=supervised or the term likelihood"
+                f"{key}: the recorded episode of {prompt.id} has no reward; add the feature next.reward or "
+                "next.success to a LeRobot data set, or set task.demonstrations.actions=executed for a disturbed "
+                "expert; or use algorithm.type=supervised or the term likelihood"
             )
 
 
