@@ -136,8 +136,14 @@ def test_targets_bootstrap_from_the_least_q_of_the_next_action(tmp_path, monkeyp
         ensembles.append(x.clone())
         return x.double().sum(1)
 
+    def sample(access, observations, seeds, *, logp):
+        assert not logp
+        chunks = torch.tensor([0.123, -0.4, 1.0, 1.0]).expand(len(observations), 4)
+        return SampledActions(access.encode_observations(observations), chunks, None)
+
     trainer, *_ = prepared(tmp_path, *options(q=", entropy: null"))
     monkeypatch.setattr(QEnsemble, "target", target)
+    monkeypatch.setattr(OffPolicyAccess, "sample", sample)
     rollouts = trainer.collector.next(1, Metrics(trainer.engine))
     trainer.preparation.minibatches(rollouts, 1, torch.Generator().manual_seed(1), Metrics(trainer.engine))
     (values,) = [record.values for name, record in rollouts.extras.items() if name.startswith("q_values")]
@@ -152,36 +158,41 @@ def test_targets_bootstrap_from_the_least_q_of_the_next_action(tmp_path, monkeyp
             continue
         encoded = policy.off_policy.encode_observations([step.next_observation])[0]
         close(following[position, : len(encoded)], encoded)
-        actions = following[position, len(encoded) : len(encoded) + 2]
-        assert actions.abs().max() <= 1 and following[position, len(encoded) + 2 :].tolist() == [1.0, 1.0]
+        close(following[position, len(encoded) :], [0.123, -0.4, 1.0, 1.0])
         observed += 1
-    assert observed > 3 and len(following[:, -4].unique()) > 3
+    assert observed > 3
     release(trainer)
 
 
-def test_updates_of_q_draw_their_own_steps(tmp_path):
-    drawn = []
-    trainer = make(tmp_path, *options(q=", updates: 3, batch: 5"), base=ROBOTS)
-    descend = type(trainer.preparation.modules).get
+def test_each_update_of_q_draws_steps_anew(tmp_path, monkeypatch):
+    """Three updates on five of at most twelve steps each, which differ, and other ones in the next training step."""
+    read = []
+    forward = QEnsemble.forward
 
-    def spied(modules, name, build, lr):
-        auxiliary = descend(modules, name, build, lr)
-        if name.endswith(" q") and not drawn:
-            update = auxiliary.descend
-            auxiliary.descend = lambda losses, total: (drawn.append(float(losses[0].detach())), update(losses, total))
-        return auxiliary
+    def spied(self, x):
+        read.append([tuple(row) for row in x.tolist()])
+        return forward(self, x)
 
-    trainer.preparation.modules.get = spied.__get__(trainer.preparation.modules)
-    for step in range(2):
-        rollouts = trainer.collector.next(step, Metrics(trainer.engine))
-        minibatches, batch = trainer.preparation.minibatches(
-            rollouts, step, torch.Generator().manual_seed(step), Metrics(trainer.engine)
-        )
-        trainer.collector.observe(batch)
+    monkeypatch.setattr(QEnsemble, "forward", spied)
+    trainer, rollouts, _ = prepared(tmp_path, *options(q=", updates: 3, batch: 5"), steps=3)
+    assert [len(rows) for rows in read] == [0, 0, 0, *[5] * 6] or [len(rows) for rows in read] == [5] * 6
+    drawn = [frozenset(rows) for rows in read if rows]
+    assert len(set(drawn)) == 6
     (values,) = [record.values for name, record in rollouts.extras.items() if name.startswith("q_values")]
     errors = values[recorded(rollouts), ESTIMATES.index("td_error")]
-    assert 1 <= int((~errors.isnan()).sum()) <= 12
-    assert "batch=5" in next(name for name in rollouts.extras if name.startswith("q_values"))
+    assert 0 < int((~errors.isnan()).sum()) <= 12 and len(errors) == 12
+    release(trainer)
+
+
+def test_actions_are_those_that_the_robot_executes(tmp_path):
+    """Of a wide Gaussian about half are beyond -1 and 1, and count as -1 and 1; each seed has its own."""
+    trainer, rollouts, _ = prepared(tmp_path, *options("{type: gaussian, layers: 0, std: 1.5}"))
+    observation = rollouts.samples[int(recorded(rollouts).nonzero()[0])].prompt.metadata["observation"]
+    sampled = trainer.policy.off_policy.sample([observation] * 50, range(50), logp=True)
+    actions = sampled.chunks[:, :2]
+    assert float(actions.abs().max()) == 1.0 and 30 < int((actions.abs() == 1).sum()) < 70
+    assert len(actions[actions.abs() < 1].unique()) == int((actions.abs() < 1).sum())
+    assert sampled.logp.shape == (50,) and len(sampled.logp.unique()) == 50
     release(trainer)
 
 
