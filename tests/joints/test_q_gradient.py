@@ -11,6 +11,7 @@ from mmrl.errors import UserError
 from mmrl.measurements.q_values import ESTIMATES
 from mmrl.policies.vla.off_policy import OffPolicyAccess
 from mmrl.protocols.abilities import SampledActions
+from mmrl.protocols.measurement import ReplayedContext
 from mmrl.rollouts import DEMONSTRATION, FRESH, REPLAYED
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close
@@ -232,6 +233,42 @@ def test_the_policy_climbs_q_by_hand(tmp_path, monkeypatch, of, expected):
     assert action.mean() == pytest.approx(0.5, abs=0.15) and len(action.unique()) > 6
     close(stats["q_gradient/temperature"][stored][:, 0], [0.5] * int(stored.sum()))
     release(trainer)
+
+
+def test_q_is_of_the_step_s_own_observation(tmp_path, monkeypatch):
+    """Q networks that return the state, the last number of an observation before the four of a chunk."""
+    monkeypatch.setattr(QEnsemble, "fixed", lambda self, x: torch.stack([x[:, -5].double()] * 2))
+    trainer, rollouts, minibatches = prepared(tmp_path, *options())
+    (micro,) = minibatches[0]
+    found = trainer.losses(micro, trainer.algorithm.denominators(micro))[1]["q_gradient/q"][:, 0]
+    rows = recorded(micro).nonzero().flatten().tolist()
+    states = [float(micro.samples[row].prompt.metadata["observation"].state[0, 0]) for row in rows]
+    close(found[rows], states)
+    assert len(set(states)) > 4
+    release(trainer)
+
+
+WHOLE = "engine.micro_batch=200"
+
+
+def test_a_term_has_its_coefficient(tmp_path, monkeypatch):
+    monkeypatch.setattr(QEnsemble, "fixed", lambda self, x: torch.stack([x[:, -4].double()] * 2))
+    sums = []
+    for coefficient in (1.0, 0.25):
+        settings = [option for option in options() if not option.startswith("algorithm=")]
+        term = f"algorithm.terms=[{{type: q_gradient, coefficient: {coefficient}, {Q}}}}}]"
+        trainer, rollouts, minibatches = prepared(
+            tmp_path / str(coefficient), *settings, term, "engine.micro_batch=200"
+        )
+        (micro,) = minibatches[0]
+        replay = trainer.policy.replay(micro, trainer.policy.module)
+        measurement = trainer.algorithm.terms[0].values_of_actions
+        context = ReplayedContext(trainer.policy, None, trainer.step, trainer.config.seed, trainer.preparation.modules)
+        replay.extras[measurement.name] = measurement.measure(micro, context)
+        values, _ = trainer.algorithm.terms[0].values(micro, replay)
+        sums.append(float(values[micro.mask].sum().detach()))
+        release(trainer)
+    assert sums[1] == pytest.approx(0.25 * sums[0], rel=1e-5) and sums[0] != 0
 
 
 def test_fresh_episodes_teach_nothing(tmp_path):
