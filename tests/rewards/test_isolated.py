@@ -307,10 +307,10 @@ def test_memory_is_limited(reward):
 
 
 def test_cpu_time_is_limited_and_a_worker_retires_before(tmp_path):
-    reward = obeying(limits=Limits(cpu_s=1.0), deadline_s=30.0)
+    reward = obeying(limits=Limits(cpu_s=1.0), deadline_s=120.0)
     start = time.monotonic()
     assert ask(reward, "hang") is None
-    assert time.monotonic() - start < 15 and reward.failures.causes == {"crash": 1}
+    assert time.monotonic() - start < 100 and reward.failures.causes == {"crash": 1}
     reward.close()
     assert Limits(cpu_s=1e-6).spent() and not Limits(cpu_s=1e6).spent()
 
