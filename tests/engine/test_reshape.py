@@ -155,7 +155,7 @@ def test_what_a_source_keeps_of_its_rank_does_not_go_on_with_other_ranks(tmp_pat
     pending = [{"rounds": {}, "extras": [{}, {"kept": rank}]} for rank in (0, 1)]
     here = SimpleNamespace(rank=1, world=2)
     assert redealt(pending, here, tmp_path) == pending[1]
-    says = r"^rollout.extras.1 has a state for each rank, and .* was written by 2 ranks, not 1; resume with 2$"
+    says = r"^rollout.extras.1 has a state for each rank, and .* was written by 2 ranks, not 1; resume with 2 ranks$"
     with pytest.raises(UserError, match=says):
         redealt(pending, SimpleNamespace(rank=0, world=1), tmp_path)
     empty = [{"rounds": pool(rank), "extras": [{}]} for rank in (4, 1)]

@@ -105,7 +105,7 @@ def test_one_that_can_not_be_loaded_is_told_and_compiled_here(built, shipped, ca
 def test_a_broken_manifest_is_told(shipped, text):
     (shipped / "manifest.json").write_text(text)
     path, reason = prebuilt.fitting("cpu")
-    assert path is None and reason.startswith(f"{shipped / 'manifest.json'} can not be read")
+    assert path is None and reason.startswith(f"{shipped / 'manifest.json'} cannot be read")
 
 
 def test_without_one_nothing_is_said(shipped):

@@ -67,7 +67,7 @@ class TestBands:
         ("action", "done"),
         [
             ({"type": "lower_lr", "factor": 0.25}, [0.25, "guard: m is 3, outside -inf to 1; the learning rate is "]),
-            ("restore", ["back", 0.5, "guard: m is 3, outside -inf to 1; back to step-000002, with the "]),
+            ("restore", ["back", 0.5, "guard: m is 3, outside -inf to 1; the run goes back to step-000002, with the "]),
         ],
     )
     def test_what_an_action_does(self, action, done):

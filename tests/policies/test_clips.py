@@ -98,7 +98,7 @@ def test_places_of_clips_and_images_in_the_text():
     prompt = Prompt("1", "Is <video> after <image> here?", images=(image,), videos=(clip,))
     assert chat(prompt)[-1].parts == ("Is ", clip, " after ", image, " here?")
     assert chat(replace(prompt, text="Well?"))[-1].parts == (image, clip, "Well?")
-    with pytest.raises(UserError, match="prompt 1 has 2 <video> markers and 1 videos"):
+    with pytest.raises(UserError, match="prompt 1 has 2 <video> markers but 1 videos"):
         chat(replace(prompt, text="<video><video><image>"))
-    with pytest.raises(UserError, match="prompt 1 has 0 <image> markers and 1 images"):
+    with pytest.raises(UserError, match="prompt 1 has 0 <image> markers but 1 images"):
         chat(replace(prompt, text="only <video>"))

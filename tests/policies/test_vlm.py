@@ -768,7 +768,7 @@ def test_bad_prompts_and_demonstrations_name_themselves(load, family):
     with pytest.raises(UserError, match=r"row-9.*<image>"):
         policy.demonstrate([replace(PROMPTS[1], id="row-9", answer="<image>")])
     for text, images in (("<image> <image>", 1), ("<image>", 2), ("<image>", 0)):
-        with pytest.raises(UserError, match=rf"row-10 has {text.count('<')} <image> markers and {images} images"):
+        with pytest.raises(UserError, match=rf"row-10 has {text.count('<')} <image> markers but {images} images"):
             policy.tokens.encode([Prompt("row-10", text, (image(16, 16),) * images)])
 
 
