@@ -257,6 +257,12 @@ class Rollouts(Record):
     def __len__(self) -> int:
         return len(self.samples)
 
+    @property
+    def recorded(self) -> Tensor:
+        """Returns which rollouts are recorded steps of episodes, whose prompts hold what was earned from there on (an
+        `mmrl.protocols.trajectory.EpisodeTail`), [rollout] bool."""
+        return torch.tensor(["tail" in sample.prompt.metadata for sample in self.samples], dtype=torch.bool)
+
     def extra(self, name: str, kind: type[ExtraKind]) -> ExtraKind:
         """Returns the entry `name` of `extras`. Raises TypeError where it is missing or not of class `kind`."""
         record = self.extras.get(name)

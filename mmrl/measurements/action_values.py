@@ -53,7 +53,7 @@ class ActionValues(ReplayedMeasurement[SampledActionValues]):
 
         from mmrl.samplers.chain import derive_seed
 
-        recorded = torch.tensor(["tail" in sample.prompt.metadata for sample in micro.samples], dtype=torch.bool)
+        recorded = micro.recorded
         rows = recorded.nonzero().flatten()
         zeros = torch.zeros(len(micro), dtype=torch.float64)
         if not len(rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrl.protocols.abilities import OffPolicyLearning
@@ -66,27 +66,26 @@ class QValues(PreparedMeasurement["Column"]):
     """Q-learning on the recorded policy steps among a step's rollouts: the Q networks learn r + gamma^k V(s') of a
     chunk of k actions, and their target networks follow. The estimates are of the targets before they follow.
 
-    V(s') is a network that learns the expectile of the target networks' least Q (IQL, arXiv 2110.06169), or, where
-    `next_action` is true, the least Q of the target networks for a chunk that the present policy samples at s', minus
-    temperature times its log-probability (SAC, arXiv 1812.05905).
+    V(s') is a network that learns the expectile of the target networks' least Q (IQL, arXiv 2110.06169), or, without an
+    expectile, the least Q of the target networks for a chunk that the present policy samples at s', minus temperature
+    times its log-probability (SAC, arXiv 1812.05905).
 
-    gamma: discount of an action; simulator_reward: weight of the simulator's rewards; expectile: of V; members, width:
-    of the Q networks; lr: of Adam; tau: share by which targets follow; updates: of all networks a step; batch: recorded
-    steps of a rank that an update draws, None: all; temperature: weight of the entropy before training, 0: none;
-    temperature_lr: its learning rate; entropy: to which the temperature is adapted, in nats per number of a chunk,
-    None: it is fixed.
+    gamma: discount of an action; simulator_reward: weight of the simulator's rewards; members, width: of the Q
+    networks; lr: of Adam; tau: share by which targets follow; updates: of all networks a step; batch: recorded steps of
+    a rank that an update draws, None: all; expectile: of V; temperature: weight of the entropy before training, 0:
+    none; temperature_lr: its learning rate; entropy: to which the temperature is adapted, in nats per number of a
+    chunk, None: it is fixed.
     """
 
     gamma: float
     simulator_reward: float
-    expectile: float
     members: int
     width: int
     lr: float
     tau: float
     updates: int
     batch: int | None = None
-    next_action: bool = False
+    expectile: float | None = None
     temperature: float = 0.0
     temperature_lr: float = 0.0
     entropy: float | None = None
@@ -95,9 +94,8 @@ class QValues(PreparedMeasurement["Column"]):
 
     @property
     def name(self) -> str:
-        numbers = [f"{vars(self)[f.name]:g}" for f in fields(self) if f.default is MISSING]
-        options = {f.name: vars(self)[f.name] for f in fields(self) if vars(self)[f.name] != f.default is not MISSING}
-        return " ".join(["q_values", *numbers, *(f"{name}={value:g}" for name, value in options.items())])
+        values = vars(self).items()
+        return " ".join(["q_values", *(f"{name}={value:g}" for name, value in values if value is not None)])
 
     def q_networks(self, modules: AuxiliaryModules, inputs: int, seed: int) -> AuxiliaryModule[QEnsemble]:
         """Returns the Q networks of a run. inputs: numbers of an observation and a chunk; seed: of the run."""
@@ -133,7 +131,7 @@ class QLearner:
         from mmrl.rollouts import Column
 
         values = torch.full((len(rollouts), len(ESTIMATES)), torch.nan)
-        recorded = [i for i, sample in enumerate(rollouts.samples) if "tail" in sample.prompt.metadata]
+        recorded = rollouts.recorded.nonzero().flatten().tolist()
         if int(self.context.sum(torch.tensor(len(recorded)))):  # on all ranks
             prompts = [rollouts.samples[i].prompt for i in recorded]
             values[recorded] = self._update_and_estimate(prompts).float()
@@ -177,7 +175,7 @@ class QLearner:
         following = [step.next_observation for step in steps if step.next_observation is not None]
         next_chunk: Tensor | None = None
         next_logp: Tensor | None = None
-        if self.settings.next_action:
+        if self.settings.expectile is None:
             next_chunk, next_logp = torch.zeros(len(steps), chunk_width), torch.zeros(len(steps), dtype=torch.float64)
             for first in range(0, len(following), size):
                 rows = has_next[first : first + size]
@@ -213,9 +211,9 @@ class QLearner:
         settings, n = self.settings, len(transitions.reward)
         q = settings.q_networks(self.context.modules, transitions.pairs.shape[1], self.context.seed)
         td_error = torch.full((n,), torch.nan, dtype=torch.float64)
-        following: FollowingValue = (
-            SampledNextValue(settings, self.context) if settings.next_action else ExpectileValue(settings, self.context)
-        )
+        following: FollowingValue = SampledNextValue(settings, self.context)
+        if settings.expectile is not None:
+            following = ExpectileValue(settings, self.context, settings.expectile)
         for update in range(settings.updates):
             rows = self._draw(n, update)
             drawn = transitions.select(rows)
@@ -275,13 +273,17 @@ class FollowingValue(ABC):
 class ExpectileValue(FollowingValue):
     """A network that learns the expectile of the target networks' least Q (IQL)."""
 
+    def __init__(self, settings: QValues, context: PreparedContext, expectile: float) -> None:
+        super().__init__(settings, context)
+        self.expectile = expectile
+
     def update(self, transitions: Transitions, q: QEnsemble) -> None:
         from mmrl.core.values import expectile_error
 
         count = int(self.context.sum(transitions.copies.sum()))
         value = self._network(transitions)
         target = q.target(transitions.pairs)
-        error = expectile_error(target - value.module(transitions.observation), self.settings.expectile)
+        error = expectile_error(target - value.module(transitions.observation), self.expectile)
         value.descend([(transitions.copies * error).sum() / count], self.context.sum)
 
     def of_next(self, transitions: Transitions, q: QEnsemble) -> Tensor:

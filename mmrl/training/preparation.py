@@ -143,7 +143,7 @@ class Preparation:
         """Exchanges rollouts between ranks to balance the cost of updates, so that rows in `parts` may hold other
         rollouts afterwards. Groups of the step's table of samples stay on their rank, which recorded their frames."""
         # Recorded steps stay: their tails refer to whole episodes, and their ids are unique on one rank only.
-        staying = torch.tensor(["tail" in sample.prompt.metadata for sample in rollouts.samples], dtype=torch.bool)
+        staying = rollouts.recorded
         log = self.config.log
         if log.samples_every and (step + 1) % log.samples_every == 0:
             staying[whole_groups(rollouts.group, log.samples)] = True

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards.judges.visual import JudgeQuestion, JudgeReward
+from mmrl.rewards.judges.visual import JudgeQuestion, TwoWordJudgeReward
 from mmrl.rewards.types import Score
 from mmrl.rollouts import Episode, Sample
 from mmrl.tasks.manipulation.rewards import episode_of
@@ -22,14 +22,14 @@ QUESTION = (
 )
 
 
-class SuccessJudge(JudgeReward):
+class SuccessJudge(TwoWordJudgeReward):
     """Reward: P(yes) / (P(yes) + P(no)) of a vision-language model that sees images of an episode and is asked whether
     the instruction was followed. None if the simulator failed, or if the model gives both answers the probability 0.
 
     images: the number of images of each episode, evenly spaced from start to end; 1: the last one only. threshold: the
     reward is 1 if the probability is at least this, else 0; None: the reward is the probability. question: its {prompt}
-    is replaced by the instruction. Other options: see `mmrl.rewards.judges.visual.JudgeReward`. The images are those
-    that the policy observes: one for each policy step in training, one for each action in evaluation.
+    is replaced by the instruction. Other options: see `mmrl.rewards.judges.visual.TwoWordJudgeReward`. The images
+    are those that the policy observes: one for each policy step in training, one for each action in evaluation.
     """
 
     scope: Literal["sample"] = "sample"

@@ -86,7 +86,4 @@ class SoftActorCritic(Algorithm):
 
 def learned(micro: Rollouts) -> Tensor:
     """Returns which decisions belong to recorded policy steps, [rollout, decision] bool."""
-    import torch
-
-    recorded = torch.tensor(["tail" in sample.prompt.metadata for sample in micro.samples], dtype=torch.bool)
-    return micro.mask & recorded[:, None].to(micro.mask.device)
+    return micro.mask & micro.recorded[:, None].to(micro.mask.device)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mmrl.errors import UserError
-from mmrl.rewards.judges.visual import JudgeQuestion
-from mmrl.rewards.judges.written import OpenJudge
+from mmrl.rewards.judges.visual import JudgeQuestion, JudgeReward
 from mmrl.rewards.types import Score, as_pil, image_of, score_finite
 from mmrl.rollouts import Sample
 
@@ -17,13 +16,13 @@ NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 DIGITS = {word: str(number) for number, word in enumerate(NUMBERS)}
 
 
-class SoftTifa(OpenJudge):
+class SoftTifa(JudgeReward):
     """The mean of the probabilities, 0 to 1, that a judge gives to the right answers of questions about an image.
 
     The questions of a prompt are its metadata under `key`, a list of [question, answer], as in GenEval 2's file. An
     answer is one word, compared without case; for "two", "2" counts too. mean: geometric (the image as a whole) or
     arithmetic (its parts). None for an image with NaN or inf. score() raises UserError for a prompt without questions.
-    The other options are those of `OpenJudge`.
+    The other options are those of `JudgeReward`.
     """
 
     scope: Literal["sample"] = "sample"

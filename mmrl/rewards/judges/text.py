@@ -9,7 +9,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards.judges.visual import JudgeQuestion, JudgeReward
+from mmrl.rewards.judges.visual import JudgeQuestion, TwoWordJudgeReward
 from mmrl.rewards.parsing.responses import extract_answer, full_response, split_thoughts
 from mmrl.rewards.types import Score
 from mmrl.rollouts import Prompt, Sample
@@ -31,7 +31,7 @@ IS_IT_SEEN = (
 )
 
 
-class TextJudge(JudgeReward):
+class TextJudge(TwoWordJudgeReward):
     """P(yes) / (P(yes) + P(no)), 0 to 1, of a judge's answer to a question about a response.
 
     question: contains {prompt} and any of {response}, {answer} (extracted), {thinking} (up to </think>), {caption}

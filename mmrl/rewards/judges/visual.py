@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from PIL import Image
@@ -40,15 +40,6 @@ class JudgeQuestion:
 
     images: tuple[Image.Image, ...]
     text: str
-
-
-class Judge(Protocol):
-    """A model that answers questions with one of two words."""
-
-    def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
-        """Returns for each question the probabilities that the response begins with each of the two answers. Tokens are
-        compared without case and white space."""
-        ...
 
 
 class Endpoint:
@@ -87,6 +78,8 @@ class Endpoint:
         )
 
     def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
+        """Returns for each question the probabilities that the response begins with each of the two answers. Tokens are
+        compared without case and white space."""
         return self._concurrently(lambda question: self._ask(question, answers), questions)
 
     def write(self, questions: Sequence[JudgeQuestion], max_tokens: int) -> list[str]:
@@ -181,7 +174,7 @@ class LocalJudge:
 
     @torch.no_grad()
     def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
-        """Raises ValueError as the constructor, for answers that differ from its own."""
+        """Returns the same as `Endpoint.ask`. Raises ValueError as the constructor, for other answers than its own."""
         ids, result = [self._token_ids(word) for word in answers], list[tuple[float, float]]()
         for inputs in self._batches(questions):
             logits = self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
@@ -237,15 +230,17 @@ class JudgeReward:
     """The base class of rewards by a judge, with their common options.
 
     The judge is an endpoint, given by `base_url` and `model` (see `Endpoint`), or a model in this process, given by
-    `path` (see `LocalJudge`). `deadline_s`, `retries`, `concurrency`, `api_key_env` and `think_tokens` are for an
-    endpoint; `batch_size`, `dtype` and `device` for a model in this process.
+    `path` (see `LocalJudge`). `deadline_s`, `retries`, `concurrency` and `api_key_env` are for an endpoint;
+    `batch_size`, `dtype` and `device` for a model in this process. A subclass may set `answers`, words that the judge
+    has to have, and `think_tokens` before it calls the constructor.
     """
+
+    answers: tuple[str, ...] = ()
+    think_tokens: int = 0
 
     def __init__(
         self,
         *,
-        question: str,
-        answers: Sequence[str],
         base_url: str | None = None,
         model: str | None = None,
         path: str | None = None,
@@ -256,33 +251,42 @@ class JudgeReward:
         batch_size: int = 8,
         dtype: str = "auto",
         device: str | None = None,
-        think_tokens: int = 0,
     ):
-        if think_tokens and path is not None:
+        if self.think_tokens and path is not None:
             raise ValueError("think_tokens is for an endpoint: a model in this process answers with one word")
-        if (base_url is None) == (path is None) or (base_url is None) != (model is None):
+        self.judge: Endpoint | LocalJudge
+        if base_url is not None and model is not None and path is None:
+            self.judge = Endpoint(base_url, model, deadline_s, retries, api_key_env, concurrency, self.think_tokens)
+        elif path is not None and base_url is None and model is None:
+            self.judge = LocalJudge(path, self.answers, batch_size, dtype, device)
+        else:
             raise ValueError("give base_url and model for an endpoint, or path for a model in this process")
+
+
+class TwoWordJudgeReward(JudgeReward):
+    """The base class of rewards by a judge that answers with one of two words. think_tokens: of an endpoint. The other
+    options are those of `JudgeReward`."""
+
+    answers: tuple[str, str]
+
+    def __init__(self, *, question: str, answers: Sequence[str], think_tokens: int = 0, **judge: Any):
         if len(answers) != 2 or len({answer.lower() for answer in answers}) != 2:
             raise ValueError(f"answers must be two different words, not {list(answers)}")
         if "{prompt}" not in question:
             raise ValueError("question must contain {prompt}, which the prompt's text replaces")
-        self.question, self.answers = question, (answers[0], answers[1])
-        self.judge: Judge
-        if base_url is not None and model is not None:
-            self.judge = Endpoint(base_url, model, deadline_s, retries, api_key_env, concurrency, think_tokens)
-        elif path is not None:
-            self.judge = LocalJudge(path, self.answers, batch_size, dtype, device)
+        self.question, self.answers, self.think_tokens = question, (answers[0], answers[1]), think_tokens
+        super().__init__(**judge)
 
     def _question(self, sample: Sample, *images: Image.Image) -> JudgeQuestion:
         return JudgeQuestion(images, self.question.replace("{prompt}", sample.prompt.text))
 
 
-class VlmJudge(JudgeReward):
+class VlmJudge(TwoWordJudgeReward):
     """P(yes) / (P(yes) + P(no)), 0 to 1, of a judge that is asked whether the image is good.
 
     normalise: False gives P(yes), the reward of RewardDance (Wu et al. 2025, arXiv:2509.08826). answers: the words for
     yes and no. None if the judge gives neither word any probability, and for an image with NaN or inf. The other
-    options are those of `JudgeReward`.
+    options are those of `TwoWordJudgeReward`.
     """
 
     scope: Literal["sample"] = "sample"
@@ -314,7 +318,7 @@ class VlmJudge(JudgeReward):
         return result
 
 
-class VlmPreference(JudgeReward):
+class VlmPreference(TwoWordJudgeReward):
     """The share of pairwise comparisons that an image wins in its group, 0 to 1 (Pref-GRPO, Wang et al. 2025,
     arXiv:2508.20751).
 
@@ -324,7 +328,8 @@ class VlmPreference(JudgeReward):
     that depends on `seed`, the prompt's id and the pair.
 
     A pair is left out if the judge gives neither answer any probability. None for an image without pairs, for one that
-    is alone in its group, and for one with NaN or inf. The other options are those of `JudgeReward`.
+    is alone in its group, and for one with NaN or inf. The other options are those of
+    `TwoWordJudgeReward`.
     """
 
     scope: Literal["group"] = "group"

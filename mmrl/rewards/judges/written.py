@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mmrl.rewards.judges.visual import Endpoint, JudgeQuestion, LocalJudge
+from mmrl.rewards.judges.visual import JudgeQuestion, JudgeReward
 from mmrl.rewards.types import Score, as_pil, image_of, score_finite
 from mmrl.rollouts import Sample
 
@@ -17,38 +17,7 @@ HOW_GOOD = (
 NUMBER = r"[-+]?\d{1,9}(?:\.\d{1,9})?"
 
 
-class OpenJudge:
-    """The base class of rewards by a judge whose answers are not two fixed words.
-
-    The judge is an endpoint, given by `base_url` and `model`, or a model in this process, given by `path`; see
-    `Endpoint` and `LocalJudge` in `mmrl.rewards.judges.visual`. `deadline_s`, `retries`, `concurrency` and
-    `api_key_env` are for an endpoint; `batch_size`, `dtype` and `device` for a model in this process.
-    """
-
-    def __init__(
-        self,
-        *,
-        base_url: str | None = None,
-        model: str | None = None,
-        path: str | None = None,
-        deadline_s: float = 60.0,
-        retries: int = 3,
-        concurrency: int = 8,
-        api_key_env: str | None = None,
-        batch_size: int = 8,
-        dtype: str = "auto",
-        device: str | None = None,
-    ) -> None:
-        self.judge: Endpoint | LocalJudge
-        if base_url is not None and model is not None and path is None:
-            self.judge = Endpoint(base_url, model, deadline_s, retries, api_key_env, concurrency)
-        elif path is not None and base_url is None and model is None:
-            self.judge = LocalJudge(path, (), batch_size, dtype, device)
-        else:
-            raise ValueError("give base_url and model for an endpoint, or path for a model in this process")
-
-
-class WrittenScore(OpenJudge):
+class WrittenScore(JudgeReward):
     """The number that a judge writes about an image, from `low` .. `high` to 0 .. 1.
 
     The answer is what follows the last `after` in the judge's text, without white space, brackets, quotes and asterisks
@@ -58,7 +27,7 @@ class WrittenScore(OpenJudge):
 
     The judge writes at most `max_tokens` tokens, the most probable ones. source: whether it sees the prompt's images
     before the result. None for an answer without such a number or word, for a number outside of low .. high, and for
-    an image with NaN or inf. The other options are those of `OpenJudge`.
+    an image with NaN or inf. The other options are those of `JudgeReward`.
     """
 
     scope: Literal["sample"] = "sample"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.protocols.requirements import Needs
@@ -38,24 +39,10 @@ class SoftQFunctions(QNetworks):
     entropy: EntropyBonus | None = option(EntropyBonus(), "bonus for entropy; null: none")
 
     def measurement(self, returns: StepReturns) -> QValues:
-        from mmrl.measurements.q_values import QValues
-
-        bonus = self.entropy
-        return QValues(
-            returns.gamma,
-            returns.simulator_reward,
-            0.5,
-            self.members,
-            self.width,
-            self.lr,
-            self.tau,
-            self.updates,
-            self.batch,
-            next_action=True,
-            temperature=0.0 if bonus is None else bonus.temperature,
-            temperature_lr=0.0 if bonus is None else bonus.lr,
-            entropy=None if bonus is None else bonus.target,
-        )
+        measured, bonus = super().measurement(returns), self.entropy
+        if bonus is None:
+            return measured
+        return replace(measured, temperature=bonus.temperature, temperature_lr=bonus.lr, entropy=bonus.target)
 
 
 class QGradient(Term):

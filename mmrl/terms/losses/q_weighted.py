@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class QNetworks(Section):
-    """Q networks with target networks, which learn beside the policy from its features."""
+    """Q networks with target networks, which learn beside the policy from its features. Their targets bootstrap from
+    the present policy's own actions."""
 
     members: int = option(2, "Q networks, of which the least counts", ge=1)
     width: int = option(256, "of the two hidden layers of each network", ge=1)
@@ -32,6 +33,21 @@ class QNetworks(Section):
         None, "recorded policy steps of a rank that each of these updates draws; null: all of the training step", ge=1
     )
 
+    def measurement(self, returns: StepReturns) -> QValues:
+        """Returns the measurement that trains the networks. returns: rewards that Q sums."""
+        from mmrl.measurements.q_values import QValues
+
+        return QValues(
+            gamma=returns.gamma,
+            simulator_reward=returns.simulator_reward,
+            members=self.members,
+            width=self.width,
+            lr=self.lr,
+            tau=self.tau,
+            updates=self.updates,
+            batch=self.batch,
+        )
+
 
 class QFunctions(QNetworks):
     """Q networks with target networks, and a value function V, which learn beside the policy from its features."""
@@ -41,19 +57,7 @@ class QFunctions(QNetworks):
     )
 
     def measurement(self, returns: StepReturns) -> QValues:
-        from mmrl.measurements.q_values import QValues
-
-        return QValues(
-            returns.gamma,
-            returns.simulator_reward,
-            self.expectile,
-            self.members,
-            self.width,
-            self.lr,
-            self.tau,
-            self.updates,
-            self.batch,
-        )
+        return replace(super().measurement(returns), expectile=self.expectile)
 
 
 class PolicyQFunctions(QFunctions):
@@ -66,7 +70,8 @@ class PolicyQFunctions(QFunctions):
     )
 
     def measurement(self, returns: StepReturns) -> QValues:
-        return replace(super().measurement(returns), next_action=self.target == "next_action")
+        measured = super().measurement(returns)
+        return measured if self.target == "value" else replace(measured, expectile=None)
 
 
 class QWeightedTerm(Term):
