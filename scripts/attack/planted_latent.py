@@ -38,7 +38,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("latent: an exit's entropy without its no", L, " - (-logit).sigmoid() * F.logsigmoid(-logit)", "", LATENT),
     ("latent: the chance to go on for that to end", L, 'get_parameter("bias"), log_odds)',
      'get_parameter("bias"), -log_odds)', LATENT),
-    ("latent: its saved standard deviation is not looked at", "mmrl/policies/vla/settings.py",
+    ("latent: its saved standard deviation is not looked at", "mmrl/policies/vla/heads/gaussian_settings.py",
      '"latent", "latent_std", "early_exit")', '"latent", "early_exit")', LATENT),
     ("latent: evaluations do not tell how much it reasons", "mmrl/policies/vla/policy.py", "if head.samples_latents:",
      "if head.samples_latents and options.training:", LATENT),

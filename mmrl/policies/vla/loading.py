@@ -18,6 +18,7 @@ from mmrl.policies.vla.action_ranges import check_statistics
 from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.heads.codec import ActionNormalizer, ActionStatistics, statistics_from_bounds
+from mmrl.policies.vla.heads.gaussian_settings import L1Actions
 from mmrl.policies.vla.heads.head import Head
 from mmrl.policies.vla.policy import CONFIG, WEIGHTS, Network, VisionLanguageActionPolicy, distinguishes_labels
 from mmrl.policies.vla.settings import (
@@ -28,7 +29,6 @@ from mmrl.policies.vla.settings import (
     EpisodeEvaluation,
     EpisodePrompts,
     EpisodeSampling,
-    L1Actions,
     TokenActions,
     VisionLanguageActionModel,
 )

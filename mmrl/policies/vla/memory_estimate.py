@@ -17,14 +17,8 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import CachedPrefix
 from mmrl.policies.vla.heads.flow import ExpertHead
-from mmrl.policies.vla.settings import (
-    ActionChain,
-    Actions,
-    EpisodePrompts,
-    FlowActions,
-    L1Actions,
-    VisionLanguageActionModel,
-)
+from mmrl.policies.vla.heads.gaussian_settings import L1Actions
+from mmrl.policies.vla.settings import ActionChain, Actions, EpisodePrompts, FlowActions, VisionLanguageActionModel
 from mmrl.policies.vlm import loading
 from mmrl.policies.vlm import memory_estimate as vlm
 from mmrl.runtime.installation import extra_command

@@ -16,8 +16,8 @@ from torch.distributions import Normal
 from mmrl.cli.main import main
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones import checkpoint_conversion
+from mmrl.policies.vla.heads.gaussian_settings import L1Actions
 from mmrl.policies.vla.heads.head import ActionSampling
-from mmrl.policies.vla.settings import L1Actions
 from mmrl.policies.vla.statistics import load_state_quantiles
 from mmrl.settings import make as made_section
 from mmrl.sims import build

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmrl.policies.vla.heads.codec import ActionNormalizer
 from mmrl.policies.vla.heads.flow import ExpertHead, FlowHead
 from mmrl.policies.vla.heads.head import EncodedPrefix, Head
-from mmrl.policies.vla.settings import PROMPT, Actions, FlowActions, FrozenFlow, L1Actions, TaughtFlow
+from mmrl.policies.vla.settings import PROMPT, Actions, FlowActions, FrozenFlow, NormalActions, TaughtFlow
 
 
 class CachedPrefix:
@@ -95,7 +95,7 @@ class Backbone(nn.Module):
         window of scored steps does not fit the sampler, or the checkpoint's expert does not fit the robot."""
         return ExpertHead(settings, action, action_dim, state_dim, self.width)
 
-    def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> Head:
+    def l1_head(self, settings: NormalActions, action: Actions, action_dim: int) -> Head:
         """Loads OpenVLA-OFT's L1 regression head; no other backbone has one."""
         raise NotImplementedError
 

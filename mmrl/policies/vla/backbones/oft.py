@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.heads.gaussian import NormalHead
+from mmrl.policies.vla.heads.gaussian_settings import L1Actions
 from mmrl.policies.vla.heads.head import BidirectionalEncodedPrefix, EncodedPrefix
-from mmrl.policies.vla.settings import Actions, L1Actions
+from mmrl.policies.vla.settings import Actions, NormalActions
 
 PartName = Literal["action_head", "proprio_projector"]
 # Without the word "checkpoint": OpenVLA-OFT loads any file with that word and the part's name in its own name.
@@ -86,7 +87,7 @@ class L1Head(NormalHead):
 
     optional_parameters = ("model.",)  # they are saved in the published file
 
-    def __init__(self, settings: L1Actions, action: Actions, action_dim: int, width: int) -> None:
+    def __init__(self, settings: NormalActions, action: Actions, action_dim: int, width: int) -> None:
         """width: of the backbone. The weights are random until `read_into` loads the published ones."""
         super().__init__(settings, action, action_dim, 0)
         self.model, self.width = ActionNetwork(width, action_dim), width

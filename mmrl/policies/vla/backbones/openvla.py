@@ -34,8 +34,9 @@ from mmrl.policies.models import write_model
 from mmrl.policies.vla.backbones import oft
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.heads.codec import StateQuantiles
+from mmrl.policies.vla.heads.gaussian_settings import L1Actions
 from mmrl.policies.vla.heads.head import EncodedPrefix, Head
-from mmrl.policies.vla.settings import Actions, L1Actions, VisionLanguageActionModel
+from mmrl.policies.vla.settings import Actions, NormalActions, VisionLanguageActionModel
 from mmrl.policies.vla.statistics import load_state_quantiles
 from mmrl.policies.vlm import loading
 from mmrl.policies.vlm import policy as vlm
@@ -299,7 +300,7 @@ class OpenVLABackbone(Backbone):
             return cast(EncodedPrefix, BidirectionalPrefix(model.language_model, embedded, end))
         return Prefix(model.language_model, embedded, every_layer=every_layer)
 
-    def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> Head:
+    def l1_head(self, settings: NormalActions, action: Actions, action_dim: int) -> Head:
         assert self.head_file is not None
         head = oft.L1Head(settings, action, action_dim, self.width)
         oft.read_into(head, self.head_file)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmrl.policies.vla.heads.gaussian_settings import GaussianActions
 from mmrl.policies.vla.heads.head import ActionSampling, EncodedPrefix, LevelledHead, SampledChunks
 from mmrl.policies.vla.heads.perceptron import perceptron
-from mmrl.policies.vla.settings import Actions, GaussianActions, NormalActions
+from mmrl.policies.vla.settings import Actions, NormalActions
 
 EDGE = 1e-4  # distance from -1 and 1 of the outermost actions that a squashed Gaussian scores
 

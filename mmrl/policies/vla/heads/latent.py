@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.policies.vla.heads.gaussian import DiagonalGaussianHead, gaussian_divergence, gaussian_entropy, gaussian_logp
+from mmrl.policies.vla.heads.gaussian_settings import LatentActions
 from mmrl.policies.vla.heads.head import ActionSampling, EncodedPrefix, SampledChunks
 from mmrl.policies.vla.heads.perceptron import perceptron
-from mmrl.policies.vla.settings import Actions, LatentActions
+from mmrl.policies.vla.settings import Actions
 
 
 class LatentHead(DiagonalGaussianHead):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.policies.vla.settings import ActionHead, Actions, FrozenFlow, GaussianActions, HeadBackbone
+from mmrl.policies.vla.heads.gaussian_settings import GaussianActions
+from mmrl.policies.vla.settings import ActionHead, Actions, FrozenFlow, HeadBackbone
 from mmrl.protocols.offers import Offer
 from mmrl.settings import load_attribute, option
 
