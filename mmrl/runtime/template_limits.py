@@ -5,10 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import jinja2
 
 from mmrl.errors import UserError
 from mmrl.runtime.time_limits import time_limit
@@ -56,15 +59,45 @@ def _address_space_limited(size: int) -> Iterator[None]:
                 resource.setrlimit(resource.RLIMIT_AS, (before, hard))
 
 
-def render_template(name: str, apply: Callable[..., Any], messages: list[Any], **options: Any) -> str:
-    """Returns the text that a chat template makes of messages. name: of what has it, for messages of errors; apply:
-    `apply_chat_template` of transformers. Raises UserError for a template that takes too long or too much memory, or
-    whose text is too long."""
+class HasTemplate(Protocol):
+    """A tokenizer or a processor of transformers, which renders conversations by a chat template."""
+
+    @property
+    def chat_template(self) -> object: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool, **more: Any
+    ) -> str: ...
+
+
+def render_template(name: str, owner: HasTemplate, messages: list[Any], **options: Any) -> str:
+    """Returns the text that a chat template makes of messages. name: of what has it, for messages of errors. Raises
+    UserError for a template with a power, one that takes too long or too much memory, or whose text is too long."""
+    template = options.get("chat_template", owner.chat_template)
+    named = template.values() if isinstance(template, Mapping) else [template]
+    if any(_has_power(text) for text in named if isinstance(text, str)):
+        raise UserError(f"{name}: its chat template computes a power (**), which may take hours; {MEND}")
     late = f"{name}: its chat template has not come to an end in {TEMPLATE_S:g} s; mend its loops, or take the "
     large = f"{name}: its chat template takes more than {TEMPLATE_BYTES / 2**30:g} GiB of memory; {MEND}"
     limit = time_limit(TEMPLATE_S, f"{late}chat_template.jinja of its instruction-tuned version")
     with limit, limit_memory_growth(TEMPLATE_BYTES, large):
-        text: str = apply(messages, tokenize=False, add_generation_prompt=True, **options)
+        text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     if len(text) > LONGEST:
         raise UserError(f"{name}: its chat template makes {len(text)} characters of a conversation; {MEND}")
     return text
+
+
+@lru_cache(maxsize=32)
+def _has_power(template: str) -> bool:
+    """Returns whether a template computes a power. 9**9**9 is a single operation of C, which no limit of time stops;
+    Jinja computes it while it compiles the template. A `**` behind a bracket or a comma unpacks arguments."""
+    before = ""
+    try:
+        for _, kind, text in jinja2.Environment().lex(template):
+            if text == "**" and kind == "operator" and before not in ("(", ","):
+                return True
+            if kind not in ("whitespace", "comment"):
+                before = text
+    except jinja2.TemplateSyntaxError:  # rendering names it
+        return False
+    return False

@@ -229,6 +229,21 @@ def test_a_template_that_loops_is_named(processor, monkeypatch):
         shown(processor, template(PARTS, first=loops))
 
 
+POWERS = ["{{ 9**9**9 }}", "{%- set n = 9 -%}{%- if n  **\n n**n > 1 -%}x{%- endif -%}", "{{ [10][0] ** (9 ** 8) }}"]
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_a_template_with_a_power_is_named_before_it_is_rendered(processor, power):
+    """9**9**9 is one operation, which no limit of time stops, at the compilation of the template already."""
+    with pytest.raises(UserError, match=r"model\.path=.*: its chat template computes a power \(\*\*\), which may take"):
+        shown(processor, template(PARTS, first=power))
+
+
+def test_asterisks_that_are_no_power_are_rendered(processor):
+    text = "{#- 9**9**9 -#}{%- set more = {'b': 2} -%}**2 ** 3{{ '4**5' }}{{ dict({'a': 1}, **more) }}"
+    assert "**2 ** 34**5{'a': 1, 'b': 2}" in str(shown(processor, template(PARTS, first=text)))
+
+
 BOMBS = {
     "one string": "{%- set bomb = 'ab' * 99999999999 -%}",
     "a format": "{%- set bomb = '%99999999999d' % 1 -%}",

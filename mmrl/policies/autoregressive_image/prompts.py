@@ -54,9 +54,7 @@ class ImageTokenPrompts:
         or none."""
         if self.tokenizer.chat_template is not None:
             messages = [{"role": "user", "content": self.writer.content(text)}]
-            rendered = render_template(
-                f"model.path={self.tokenizer.name_or_path}", self.tokenizer.apply_chat_template, messages
-            )
+            rendered = render_template(f"model.path={self.tokenizer.name_or_path}", self.tokenizer, messages)
             ids = self.tokenizer(rendered, add_special_tokens=False).input_ids
         else:
             ids = self.tokenizer(text).input_ids

@@ -68,9 +68,7 @@ class ResponseLayout:
         if self.tokenizer.chat_template is not None:
             messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
             messages.append({"role": "user", "content": prompt.text})
-            rendered = render_template(
-                f"model.path={self.tokenizer.name_or_path}", self.tokenizer.apply_chat_template, messages
-            )
+            rendered = render_template(f"model.path={self.tokenizer.name_or_path}", self.tokenizer, messages)
             ids = self.tokenizer(rendered, add_special_tokens=False).input_ids
         else:
             ids = self.tokenizer(f"{prompt.system or ''}{prompt.text}", add_special_tokens=False).input_ids

@@ -153,7 +153,7 @@ def _apply(processor: Processor, messages: Sequence[TemplateMessage], **options:
     """Renders messages by the chat template, with limits on time and size."""
     if processor.chat_template is None:  # AutoProcessor loads a template of the tokenizer only into the tokenizer
         options["chat_template"] = processor.tokenizer.chat_template
-    return render_template(name_of(processor), processor.apply_chat_template, list(messages), **options)
+    return render_template(name_of(processor), processor, list(messages), **options)
 
 
 def rendered(processor: Processor, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:

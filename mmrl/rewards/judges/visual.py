@@ -218,7 +218,7 @@ class LocalJudge:
         """Returns the question in the model's chat template."""
         content = [*({"type": "image"} for _ in question.images), {"type": "text", "text": question.text}]
         name = str(self.processor.tokenizer.name_or_path)
-        return render_template(name, self.processor.apply_chat_template, [{"role": "user", "content": content}])
+        return render_template(name, self.processor, [{"role": "user", "content": content}])
 
 
 def _is_word(token: str, word: str) -> bool:

@@ -123,7 +123,7 @@ class VlmReward:
             text = {"type": "text", "text": instruction.replace(PLACEHOLDER, sample.prompt.text)}
             turn = {"role": "user", "content": [*({"type": medium} for medium in media), text]}
             name = str(self.processor.tokenizer.name_or_path)
-            texts.append(render_template(name, self.processor.apply_chat_template, [turn]))
+            texts.append(render_template(name, self.processor, [turn]))
         return self.processor(
             text=texts,
             images=images or None,

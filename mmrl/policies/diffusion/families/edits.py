@@ -146,9 +146,7 @@ class Flux2Klein(FlowPipeline):
     def _encoder_text(self, text: str) -> str:
         messages = [{"role": "user", "content": text}]
         tokenizer = self.pipe.tokenizer
-        return render_template(
-            f"model.path={tokenizer.name_or_path}", tokenizer.apply_chat_template, messages, enable_thinking=False
-        )
+        return render_template(f"model.path={tokenizer.name_or_path}", tokenizer, messages, enable_thinking=False)
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         if len({"source" in condition for condition in conditions}) > 1:

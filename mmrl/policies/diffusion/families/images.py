@@ -177,9 +177,7 @@ class ZImage(FlowPipeline):
     def _encoder_text(self, text: str) -> str:
         messages = [{"role": "user", "content": text}]
         tokenizer = self.pipe.tokenizer
-        return render_template(
-            f"model.path={tokenizer.name_or_path}", tokenizer.apply_chat_template, messages, enable_thinking=True
-        )
+        return render_template(f"model.path={tokenizer.name_or_path}", tokenizer, messages, enable_thinking=True)
 
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
