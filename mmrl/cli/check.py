@@ -98,8 +98,9 @@ class JobCheck:
         size = 0 if config.model.build is not None else weight_bytes(config.model.path)
         if self.weights or size is not None and size <= SMALL_MODEL:
             return build_policy(config, task)
-        path = f"model.path={config.model.path}"
-        self.report.skipped.append(("model", f"the weights of {path}; add --weights to read them"))
+        path, hint = config.model.path, "add --weights to read them"
+        weights = "a model: model.path is not set" if path is None else f"the weights of model.path={path}; {hint}"
+        self.report.skipped.append(("model", weights))
         return None
 
     def _check_rollout(self, task: Task, policy: Policy, prompts: Sequence[Prompt]) -> None:

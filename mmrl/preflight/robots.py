@@ -11,7 +11,7 @@ from mmrl.policies.vla.statistics import load_action_statistics
 from mmrl.preflight.alarms import Alarm, CheckReport
 from mmrl.preflight.prompts import sample_prompts
 from mmrl.preflight.simulators import SimulatorWarnings, probe_chunk, probe_instructions, probe_starts, probe_success
-from mmrl.protocols.parts import Policy, get_demonstrations
+from mmrl.protocols.parts import Policy
 from mmrl.sims import VectorSim
 from mmrl.sims.vector.transitions import action_bounds_of
 from mmrl.tasks.manipulation.settings import ManipulationSettings
@@ -19,6 +19,7 @@ from mmrl.tasks.manipulation.task import Manipulation
 
 NUM_ENVS, NUM_TASKS, NUM_ACTIONS = 4, 3, 64  # environments, tasks that are tried, and random actions of an episode
 NUM_EPISODES = 8  # episodes that the policy reads
+NUM_RECORDED = 16  # episodes of a scripted expert that are recorded for each task
 
 
 def probe_robots(
@@ -41,7 +42,7 @@ def probe_robots(
     if settings.demonstrations is None:
         return
     with report.catch_errors("demonstrations"):
-        episodes = sample_prompts(get_demonstrations(task, task.train))
+        episodes = sample_prompts(settings.demonstrations.sample(NUM_RECORDED).prompts(task, task.train))
         report.add(probe_instructions(episodes))
         if policy is not None:
             first = episodes[:NUM_EPISODES]

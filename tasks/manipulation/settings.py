@@ -45,6 +45,11 @@ class DemonstratedEpisodes(Choice):
         starts: the start states of training, of which an expert uses the first.
         """
 
+    def sample(self, episodes: int) -> DemonstratedEpisodes:
+        """Returns settings for a check before training, with about `episodes` episodes of each task where an episode
+        takes time to record; else these settings."""
+        return self
+
 
 class ExpertDemonstrations(DemonstratedEpisodes):
     """Episodes of the simulator's scripted expert."""
@@ -65,6 +70,9 @@ class ExpertDemonstrations(DemonstratedEpisodes):
     actions: Literal["expert", "executed"] = option(
         "expert", "the actions to learn: those of the expert, or those executed, with noise and perturbations"
     )
+
+    def sample(self, episodes: int) -> ExpertDemonstrations:
+        return self.model_copy(update={"episodes": min(self.episodes, episodes)})
 
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
         from mmrl.tasks.manipulation.episodes import Disturbance, EpisodeDemonstrations, record_expert

@@ -30,6 +30,8 @@ from mmrl.preflight.prompts import probe_images, probe_overlap, sample_prompts, 
 from mmrl.preflight.readers import probe_lengths, probe_placeholders, probe_reading
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rollouts import Prompt, Sample
+from mmrl.tasks.manipulation import episodes
+from mmrl.tasks.manipulation.episodes import record_expert
 from tests.checks.misconfigurations.cases import CONTROLS, PLANTED
 from tests.checks.misconfigurations.parts import named_by
 
@@ -269,6 +271,27 @@ def test_large_images_are_read_as_far_as_they_fit(monkeypatch):
     assert [prompt.id for prompt in sample_prompts(source)] == ["0", "4", "8", "12", "16"]
     source[0] = Prompt("0", "q", (image("red", (900, 900)),))
     assert len(sample_prompts(source)) == 1
+
+
+def test_of_a_scripted_expert_a_few_episodes_are_recorded(tmp_path, monkeypatch):
+    """A recipe with 1,100 episodes of each of five tasks took minutes."""
+    recorded = []
+
+    def record(sim, start_states, **options):
+        recorded.extend(start_states)
+        return record_expert(sim, start_states, **options)
+
+    monkeypatch.setattr(episodes, "record_expert", record)
+    overrides = ["task.demonstrations={type: expert, episodes: 2000}", "task.tasks=[reach, push]"]
+    report = JobCheck("configs/warm_starts/vla/manipulation_tabletop_warm_start.yaml", overrides).run()
+    assert [alarm.text for alarm in report.alarms] == []
+    assert [[task for task, _ in recorded].count(name) for name in ("reach", "push")] == [16, 16]
+
+
+def test_a_path_that_is_not_set_is_told_as_that():
+    check = JobCheck("configs/vlm/visual_qa_digits.yaml", ["model.warm_start=null", "model.build=null"])
+    check._policy(load(check.name, list(check.overrides)), None)
+    assert check.report.skipped == [("model", "a model: model.path is not set")]
 
 
 def test_findings_hold_an_alarm_once_and_errors_as_lines():
