@@ -209,7 +209,8 @@ class Job:
             yield
         except RuntimeError as error:  # the message depends on the backend
             if self._heartbeat is not None and (dead := self._heartbeat.dead()) is not None:
-                raise UserError(f"{dead} has ended: {str(error).splitlines()[0]}") from error
+                reason = str(error).splitlines()[0]
+                raise UserError(f"{dead} has ended; look for the error in its output ({reason})") from error
             if isinstance(error, NOT_MET):
                 raise UserError(
                     f"ranks do not connect at MASTER_ADDR:MASTER_PORT={meeting_place()}: {str(error).splitlines()[0]}"
@@ -403,9 +404,9 @@ def record_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
         raise
     if training.stop_signal:
         name = signal.Signals(training.stop_signal).name
-        run.end("stopped", f"{name} stopped it at {position()}; it has saved, and the same command goes on.")
+        run.end("stopped", f"{name} stopped it at {position()}; it has saved, and the same command continues it.")
     elif training.stop_requested and training.step < training.config.steps:
-        run.end("stopped", f"The program stopped it at {position()}; it has saved, and the same program goes on.")
+        run.end("stopped", f"The program stopped it at {position()}; it has saved, and the same program continues it.")
     else:
         run.end("finished", f"It reached its end, step {training.step}.")
 

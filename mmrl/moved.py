@@ -15,7 +15,7 @@ NOT_THERE = r"cannot import name '(\w+)' from '(mmrl\.[\w.]+)'"
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
-    """Returns the tables of moved.json, from former to present names. modules: "package.module". classes:
+    """Returns the tables of moved.json, from former to current names. modules: "package.module". classes:
     "package.module:Class". keys: dotted configuration keys. kinds: templates of choices, see `present_forms`."""
     import json  # late, as below: every process that imports mmrl imports this module, and hardly any uses it
     from pathlib import Path
@@ -24,7 +24,7 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 
 def current_name(name: str) -> str | None:
-    """Returns the present name of a former "package.module" or "package.module:Class"; None for other names."""
+    """Returns the current name of a former "package.module" or "package.module:Class"; None for other names."""
     module, colon, member = name.partition(":")
     tables = _tables()
     if colon and name in tables["classes"]:
@@ -47,14 +47,14 @@ def hint_of(error: ImportError) -> str:
 
 
 def update_names(text: str) -> str:
-    """Replaces every former module or class name in a string by the present one."""
+    """Replaces every former module or class name in a string by the current one."""
     import re
 
     return re.sub(NAME, lambda match: current_name(match[0]) or match[0], text)
 
 
 def present_key(name: str) -> str:
-    """Returns the present name of a configuration's key: the name itself where it is not a former one."""
+    """Returns the current name of a configuration's key: the name itself where it is not a former one."""
     return _tables()["keys"].get(name, name)
 
 
@@ -99,7 +99,7 @@ def _fill_template(template: object, tree: Mapping[str, Any]) -> Any:
 
 
 class FormerModules:
-    """A finder of `sys.meta_path` that raises an error naming the present module where a former one is imported."""
+    """A finder of `sys.meta_path` that raises an error naming the current module where a former one is imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if name.startswith("mmrl.") and (new := current_name(name)) is not None:
@@ -107,6 +107,6 @@ class FormerModules:
 
 
 def tell_former_names() -> None:
-    """Installs `FormerModules`, so that imports of former modules name the present one."""
+    """Installs `FormerModules`, so that imports of former modules name the current one."""
     if not any(isinstance(finder, FormerModules) for finder in sys.meta_path):
         sys.meta_path.append(FormerModules())  # last: only for modules that no other finder finds

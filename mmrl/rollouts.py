@@ -483,7 +483,7 @@ class MatchingTargets:
 
 @dataclass
 class Replay:
-    """Log-probabilities of rollouts recomputed under the present weights, and further columns, [rollout, decision]
+    """Log-probabilities of rollouts recomputed under the current weights, and further columns, [rollout, decision]
     float32 each. Columns that only some policies or methods have are in `extras`, see `ReplayColumn`."""
 
     logp: Tensor

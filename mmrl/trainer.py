@@ -244,7 +244,7 @@ class Trainer:
 
     def go_back(self) -> str:
         """Restores the weights and the optimizer of the newest checkpoint, while the step, the order of prompts and the
-        schedules go on. Returns the checkpoint's name."""
+        schedules continue. Returns the checkpoint's name."""
         self.saver.finish()
         return checkpoints.go_back(self.saver.folder, self.engine, self._copies(), self.line)
 

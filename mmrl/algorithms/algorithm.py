@@ -224,7 +224,7 @@ class Algorithm(Choice):
     def ends_epochs(self, means: dict[str, float]) -> bool:
         """Returns whether to skip the remaining updates of the step.
 
-        means: of the `early_stop_statistics` in the last update, over the decisions of all ranks.
+        means: those of the `early_stop_statistics` in the last update, over the decisions of all ranks.
         """
         return False
 
@@ -271,7 +271,7 @@ class Algorithm(Choice):
     def informative(self, rollouts: Rollouts, weights: Tensor, names: list[str]) -> Tensor:
         """Returns whether each rollout's group has a learning signal, for dynamic sampling, [rollout] bool.
 
-        By default it has if its combined rewards differ. rollouts: whole groups; weights, names: of the reward
+        By default it has if its combined rewards differ. rollouts: whole groups; weights, names: those of the reward
         components.
         """
         from mmrl.core.advantages import combined_reward

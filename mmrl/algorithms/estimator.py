@@ -41,8 +41,9 @@ class Estimator:
         self.combine = combine
         self.groups = group_index(batch.column("group"))
         methods = (type(scale).buckets, type(scale).divide)
+        # What the fused kernel calls the baseline and the scale; None for one that it does not have
         self._fused_names = FUSED_BASELINES.get(type(baseline).center), FUSED_SCALES.get(methods)
-        # computed once for all rewards; the fused kernel needs no buckets
+        # Computed once for all rewards. The fused kernel takes no buckets, so any value will do.
         self._buckets = self.groups[0] if all(self._fused_names) else group_index(scale.buckets(batch))[0]
 
     def __call__(self, reward: Tensor) -> Tensor:

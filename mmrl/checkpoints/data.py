@@ -62,7 +62,7 @@ def check_data(folder: Path, config: dict[str, Any]) -> None:
             continue
         sizes = f"{old['size']:,} bytes then, {now['size']:,} now"
         if config["checkpoint"]["changed_data"] == "accept":
-            log.warning("%s=%s has changed since run_dir=%s began (%s); the run goes on", key, path, folder, sizes)
+            log.warning("%s=%s has changed since run_dir=%s began (%s); the run continues", key, path, folder, sizes)
         else:
             raise UserError(
                 f"{key}={path} has changed since run_dir={folder} began ({sizes}), so its rows differ from those "

@@ -20,7 +20,7 @@ class Checkpoint(Section):
     keep: int = option(2, "number of checkpoints to keep; the best weights are kept besides", ge=1)
     background: Literal["auto", True, False] = option(
         "auto",
-        "write a checkpoint while training goes on, from a copy in the host's memory; auto: if twice the copy fits "
+        "write a checkpoint while training continues, from a copy in the host's memory; auto: if twice the copy fits "
         "into free memory. A kill meanwhile costs the steps since the previous checkpoint",
     )
     best: bool = option(True, "write the weights of the best evaluation as RUN/best")
@@ -37,11 +37,11 @@ class Checkpoint(Section):
     may_change: list[str] = option(
         [],
         "keys of numbers that may differ from those of the checkpoint when a run resumes, such as "
-        "algorithm.surrogate.high or algorithm.terms; what stands in a list is named by the list. The run goes on with "
+        "algorithm.surrogate.high or algorithm.terms; what stands in a list is named by the list. The run uses "
         "the new ones and says so",
     )
     changed_data: Literal["refuse", "accept"] = option(
         "refuse",
         "what becomes of a run that resumes where a file of task.data or task.demonstrations is not what it was when "
-        "the run began; accept: it goes on, and its rows are those of the present file",
+        "the run began; accept: it continues, and its rows are those of the current file",
     )

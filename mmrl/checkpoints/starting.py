@@ -31,7 +31,8 @@ def check_run_dir(folder: Path, config: Tree) -> bool:
     if resume is False:
         if used or intact:
             raise UserError(
-                f"run_dir={folder} already holds a run; set checkpoint.resume=auto to go on, or name another run_dir"
+                f"run_dir={folder} already holds a run; set checkpoint.resume=auto to continue it, or name another "
+                "run_dir"
             )
         return False
     if ended(folder, config):
@@ -40,7 +41,10 @@ def check_run_dir(folder: Path, config: Tree) -> bool:
         check_goes_on(intact[-1], config)
         check_data(folder, config)
     elif resume is True:
-        raise UserError(f"checkpoint.resume=true, but run_dir={folder} has no finished checkpoint")
+        raise UserError(
+            f"checkpoint.resume=true, but run_dir={folder} has no finished checkpoint; set checkpoint.resume=auto to "
+            "start a run"
+        )
     elif used:
         check_starts_again(folder, config)
     return False

@@ -98,8 +98,8 @@ def finish(
     """Adds the manifest to the folder `pending`, which all ranks have written to, and renames it to `target`. A
     collective.
 
-    problem: why this rank could not write; None where it could. file_records: of the files that this rank wrote. what:
-    "checkpoint" or "weights", for the error. Raises UserError where a rank could not write.
+    problem: why this rank could not write; None where it could. file_records: those of the files that this rank wrote.
+    what: "checkpoint" or "weights", for the error. Raises UserError where a rank could not write.
     """
     everyone = engine.gather((problem, file_records))
     problems = [p for p, _ in everyone if p]
@@ -186,7 +186,7 @@ def resume(
     folder: Path, config: dict[str, Any], engine: Engine, say: Callable[[str], None], *, required: bool
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Restores engine and random state from the newest intact checkpoint in `folder`. Returns the shared state and this
-    rank's, or None without checkpoints. A collective. config: the present configuration as a tree.
+    rank's, or None without checkpoints. A collective. config: the current configuration as a tree.
 
     Raises UserError if there is no checkpoint and one is required, if none is intact, or if the newest intact one was
     written under a configuration that trains something else.
@@ -197,7 +197,10 @@ def resume(
     engine.barrier()
     path = newest_intact(folder, engine, say)
     if path is None and required:
-        raise UserError(f"checkpoint.resume=true, but {folder} has no finished checkpoint")
+        raise UserError(
+            f"checkpoint.resume=true, but {folder} has no finished checkpoint; set checkpoint.resume=auto to start "
+            "a run"
+        )
     if path is None:
         return None
     state = read_state(path)
@@ -278,7 +281,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """Raises UserError for the first key that differs between two configurations and must not change within a run.
-    saved: of the checkpoint `path`. now: of the present run."""
+    saved: that of the checkpoint `path`. now: that of the current run."""
     named = set((now.get("checkpoint") or {}).get("may_change") or ())
     for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
         fixed = resume_obstacle(key, before, after)

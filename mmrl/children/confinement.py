@@ -53,7 +53,7 @@ def confine(readable: Iterable[Path], writable: Path) -> None:
             _allow(ruleset, path, _READ & every)
         _allow(ruleset, writable, every)
         if ctypes.CDLL(None).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
-            raise OSError("the kernel does not set no_new_privs (prctl), without which rewards cannot be confined")
+            raise OSError("the kernel does not set no_new_privs (prctl), which confined rewards need")
         _call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)

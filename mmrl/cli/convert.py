@@ -1,5 +1,5 @@
 """Converts recipes of SimpleVLA-RL (scripts) and cosmos-rl (TOML) for robots, and earlier configurations of mmrl, into
-present configurations."""
+current configurations."""
 
 from __future__ import annotations
 

@@ -98,7 +98,9 @@ def set_trl_batch(value: Any, converted: Converted, source: Settings) -> None:
     )
     total = get_setting(source, "generation_batch_size", default=int(value) * num_processes * batches_per_generation)
     if int(total) % group_size:
-        raise UserError(f"a batch of {total} responses is not a multiple of num_generations={group_size}")
+        raise UserError(
+            f"a batch of {total} responses is not a multiple of num_generations={group_size}; change one of them"
+        )
     converted.settings |= {
         "engine.micro_batch": int(value),
         "rollout.prompts": int(total) // group_size,

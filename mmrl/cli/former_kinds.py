@@ -1,8 +1,8 @@
 """Replaces old names of types and keys in the text of a configuration by the current ones. Comments, order and layout
 of everything else stay.
 
-A type is the value of `type` in a choice, such as `{type: clip, low: 0.2}`. What an old type is now may be one choice
-with other keys, or several choices in a list.
+A type is the value of `type` in a choice, such as `{type: clip, low: 0.2}`. An old type may be replaced by one choice
+with other keys, or by several choices in a list.
 """
 
 from __future__ import annotations
@@ -126,15 +126,17 @@ class Rewriter:
 
 
 def _current_trees(value: object, key: str | None) -> list[Tree]:
-    """Returns the choices that a choice with an old type is now; [] if its type is not an old one."""
+    """Returns the choices that replace a choice with an old type; [] if its type is not an old one."""
     return [] if isinstance(value, list) or key not in CHOICES_BY_KEY else current_forms(CHOICES_BY_KEY[key], value)
 
 
 def _require_single(value: T, key: str | None) -> T:
-    """Returns `value`. Raises UserError if it is a choice that is several choices now: its key holds only one."""
+    """Returns `value`. Raises UserError if its old type was replaced by several types, since `key` takes only one."""
     if len(current := _current_trees(value, key)) > 1:
         choices = " and ".join(map(as_yaml, current))
-        raise UserError(f"{key}: {as_yaml(value)} became {choices}, but {key} takes only one; write one of them")
+        raise UserError(
+            f"{key}: {as_yaml(value)} was replaced by {choices}, but {key} takes only one; write one of them"
+        )
     return value
 
 

@@ -161,7 +161,7 @@ def _add_inspection(commands: Commands) -> None:
     watch = commands.add_parser("watch", help="show a run's metrics live in the terminal")
     watch.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
     watch.add_argument(
-        "--once", action="store_true", help="show the present metrics once and stop, as happens without a terminal"
+        "--once", action="store_true", help="show the current metrics once and stop, as happens without a terminal"
     )
     watch.add_argument("--serve", action="store_true", help="show the report live in a browser, on this machine only")
     watch.add_argument("--port", type=int, default=0, help="with --serve; default: any free port")
@@ -651,7 +651,7 @@ def run_convert(options: argparse.Namespace) -> int:
         raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not")
     converted = None if options.source.suffix == ".toml" else convert_external(options.source)
     if converted is None and options.source.suffix in (".yaml", ".yml"):
-        text, note = convert_former(options.source), "with the present names of modules, types and recipes"
+        text, note = convert_former(options.source), "with the current names of modules, types and recipes"
     else:
         converted = converted or convert_robot_recipe(options.source)
         text = converted.text(str(options.source))
@@ -666,9 +666,9 @@ def run_convert(options: argparse.Namespace) -> int:
 
 def run_model_conversion(options: argparse.Namespace) -> int:
     """Converts the folder of a masked-diffusion checkpoint into one of transformers, or else an OpenVLA-OFT one."""
-    from mmrl.policies.discrete_diffusion.checkpoint_conversion import convert, is_published
+    from mmrl.policies.discrete_diffusion.checkpoint_conversion import can_convert, convert
 
-    if not is_published(options.source):
+    if not can_convert(options.source):
         return run_unpickling(options)
     out = convert(options.source, options.out or options.source.with_name(f"{options.source.name}-transformers"))
     print(f"written {out}: train it with model.type=discrete_diffusion model.path={out}")

@@ -32,8 +32,8 @@ KINDS = (*METHOD_SECTIONS, *PARTS_WITH_RECIPE, "tool", "task", "reward", "simula
 def write(kind: str, name: str, folder: Path) -> list[Path]:
     """Writes the skeleton of a part: a module, a recipe and a test in `folder`. Returns their paths.
 
-    kind: one of KINDS. name: of the class, in CamelCase; the module has the same name in snake_case. Raises UserError
-    if the name is not in CamelCase, the folder cannot be made, or one of the files exists.
+    kind: one of KINDS. name: that of the class, in CamelCase; the module has the same name in snake_case. Raises
+    UserError if the name is not in CamelCase, the folder cannot be made, or one of the files exists.
     """
     if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name):
         raise UserError(f"{name!r} is not a class name in CamelCase; write it like MyAlgorithm")

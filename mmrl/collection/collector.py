@@ -85,7 +85,7 @@ class Collector:
 
     def _take_ahead(self, step: int, metrics: Metrics) -> Rollouts:
         """Returns the batch that was sampled during earlier steps. When all batches that were sampled ahead are used
-        up, starts the next `steps_ahead` ones with the present weights."""
+        up, starts the next `steps_ahead` ones with the current weights."""
         if not self.pending:
             self.pending.begin([step], step, metrics)
         rollouts = self.collect(step, metrics)
@@ -157,7 +157,7 @@ class Collector:
         return outcomes
 
     def _log_staleness(self, rollouts: Rollouts, step: int, metrics: Metrics) -> None:
-        """Adds the number of steps between the weights that sampled a fresh rollout and the present ones."""
+        """Adds the number of steps between the weights that sampled a fresh rollout and the current ones."""
         if rollouts.version is not None:
             fresh = torch.ones_like(rollouts.group) if rollouts.origin is None else rollouts.origin == FRESH
             metrics.add("generation/staleness", step - rollouts.version, where=fresh.bool())
@@ -188,7 +188,7 @@ class Collector:
         """Returns the state that `load` restores, in two mappings: the state that is the same on all ranks (the order
         of prompts, the extra sources), and this rank's own (unfinished rollouts, extra sources)."""
         shared, rounds = self.pending.state()
-        # Batches that are sampled ahead do not depend on the extra sources, so their present state is right.
+        # Batches that are sampled ahead do not depend on the extra sources, so their current state is right.
         return shared | {"extras": self.extras.state()}, {"rounds": rounds, "extras": self.extras.rank_state()}
 
     def load(self, shared: dict[str, Any], rank_state: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ class Collector:
 
 
 def synced(generator: SyncedGenerator | None) -> AbstractContextManager[dict[str, float]]:
-    """Returns a context in which the generator has the policy's present weights; without one, an empty context."""
+    """Returns a context in which the generator has the policy's current weights; without one, an empty context."""
     return nullcontext({}) if generator is None else generator.generation()
 
 

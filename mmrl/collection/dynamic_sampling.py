@@ -16,8 +16,8 @@ from mmrl.rollouts import Rollouts
 @dataclass(frozen=True)
 class Candidate:
     """A group that a rank has sampled. informative: whether its rewards differ, so that it has a learning signal.
-    sampling_round: the round in which it was sampled, from 0. position: of its prompt in the order of the run, which is
-    also the group's id."""
+    sampling_round: the round in which it was sampled, from 0. position: that of its prompt in the order of the run,
+    which is also the group's id."""
 
     informative: bool
     sampling_round: int

@@ -16,8 +16,8 @@ from mmrl.runtime.seeds import rollout_seeds
 
 @dataclass(eq=False)
 class PendingGroup:
-    """The unfinished rollouts of one prompt. position: of the prompt in the order of the run. prompt: its index in the
-    data set. drafts: unfinished responses. version: the training step of the weights that sampled the first tokens;
+    """The unfinished rollouts of one prompt. position: that of the prompt in the order of the run. prompt: its index in
+    the data set. drafts: unfinished responses. version: the training step of the weights that sampled the first tokens;
     None before any token."""
 
     position: int
@@ -41,8 +41,8 @@ class Pool:
         self.groups: list[PendingGroup] = []  # oldest first
 
     def add(self, positions: Sequence[int], prompts: Sequence[int]) -> None:
-        """Adds groups without tokens. positions: of the prompts in the order of the run. prompts: indices in the data
-        set."""
+        """Adds groups without tokens. positions: those of the prompts in the order of the run. prompts: indices in the
+        data set."""
         size = self.group_size
         if positions:
             seeds = rollout_seeds(self.seed, positions, size)
@@ -70,7 +70,8 @@ class Pool:
         return batch
 
     def _enough(self, count: int, step: int) -> bool:
-        """Returns whether `count` groups are finished, and all that would be too stale in the next step."""
+        """Returns whether the step can end: `count` groups are finished, and so is every group that would be too stale
+        in the next step."""
         oldest_version = step + 1 - self.partial.max_staleness
         stale = [group for group in self.groups if group.version is not None and group.version < oldest_version]
         return sum(map(self._finished, self.groups)) >= count and all(map(self._finished, stale))

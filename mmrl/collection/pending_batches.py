@@ -27,7 +27,7 @@ class GeneratorWeights:
         self.stale = False  # whether the generator may have other weights than those of `version`
 
     def send(self, version: int, metrics: Metrics) -> None:
-        """Sends the present weights, those after `version` training steps, to the generator. A collective."""
+        """Sends the current weights, those after `version` training steps, to the generator. A collective."""
         if self.generator is None:
             raise ValueError("this policy has no generator (rollout.generator), to which weights could be sent")
         metrics.set(self.generator.sync_weights())
@@ -55,7 +55,7 @@ class PendingBatches:
         return len(self.batches)
 
     def begin(self, steps: Sequence[int], version: int, metrics: Metrics) -> None:
-        """Starts sampling the batches of these steps in a thread, one after the other, with the present weights.
+        """Starts sampling the batches of these steps in a thread, one after the other, with the current weights.
 
         Their prompts are drawn now, so that they do not depend on timing. (A pool of partial rollouts draws when its
         batch begins, as many prompts as it has room for.) version: number of finished steps."""

@@ -1,4 +1,4 @@
-"""Reads the prompts of the next step in other processes, and encodes them for the policy, during the present step."""
+"""Reads the prompts of the next step in other processes, and encodes them for the policy, during the current step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReadAhead:
         """encoder: encodes a prompt for the policy; see `Encoding`."""
         self.source, self.encoder = source, encoder
         self._pool: ProcessPoolExecutor | None = None
-        self._coming: dict[int, Future[bytes | str]] = {}
+        self._futures: dict[int, Future[bytes | str]] = {}
         self._encoded: dict[int, tuple[Prompt, Any]] = {}  # by the prompt's identity
         self._warned = False  # whether a warning was logged
 
@@ -43,7 +43,7 @@ class ReadAhead:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Prompt:
-        future = self._coming.pop(index, None)
+        future = self._futures.pop(index, None)
         if future is None:
             return self.source[index]
         outcome = self._result(future)
@@ -59,13 +59,13 @@ class ReadAhead:
     def prefetch(self, indices: Sequence[int]) -> None:
         """Starts reading the prompts of these indices, in this order, and cancels all others that are being read."""
         self._encoded.clear()
-        for index in self._coming.keys() - set(indices):
-            self._coming.pop(index).cancel()
+        for index in self._futures.keys() - set(indices):
+            self._futures.pop(index).cancel()
         if self._pool is None:
-            self._pool = self._started()
+            self._pool = self._start_pool()
         for index in dict.fromkeys(indices):
-            if index not in self._coming:
-                self._coming[index] = self._pool.submit(_read, index)
+            if index not in self._futures:
+                self._futures[index] = self._pool.submit(_read, index)
 
     def encoded(self, prompt: Prompt) -> Any | None:
         """Returns the encoder's output for this prompt object, once; None where it was not read ahead."""
@@ -74,7 +74,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """Ends the processes. Later prompts are read in this process."""
-        self._coming.clear()
+        self._futures.clear()
         self._encoded.clear()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
@@ -92,7 +92,7 @@ class ReadAhead:
                 reason,
             )
 
-    def _started(self) -> ProcessPoolExecutor:
+    def _start_pool(self) -> ProcessPoolExecutor:
         # Not by fork: this process may have a GPU, and threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, type(self.source).__module__, type(self.encoder).__module__])

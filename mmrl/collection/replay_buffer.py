@@ -34,7 +34,7 @@ class ReplaySource(ExtraSource):
     accuracy: float = option(1.0, "rollouts are kept whose accuracy is at least this", unit="accuracy")
     likelihoods: Literal["recorded", "present"] = option(
         "recorded",
-        "the ratio of a replayed decision is to its likelihood when it was made, or to that of the present policy "
+        "the ratio of a replayed decision is to its likelihood when it was made, or to that of the current policy "
         "before the step, as if that had made it",
     )
     _stored: dict[int, list[Stored]] = PrivateAttr(default_factory=dict)  # by prompt, oldest first

@@ -112,8 +112,8 @@ class SampledRounds(ScoredRounds):
         return self.measure(batch, step)
 
     def sampled(self, prompts: list[Prompt], positions: list[int], step: int) -> Rollouts:
-        """Samples and scores a group of rollouts for each prompt. positions: of the prompts in the order of the run,
-        which are the group ids and decide the seeds."""
+        """Samples and scores a group of rollouts for each prompt. positions: those of the prompts in the order of the
+        run, which are the group ids and decide the seeds."""
         settings, size = self.config.rollout, self.config.group_size
         seeds = rollout_seeds(self.config.seed, positions, size)
         group = torch.tensor(positions).repeat_interleave(size)

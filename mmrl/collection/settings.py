@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class DynamicSampling(Section):
     """Groups that teach nothing are replaced by new ones until the batch is full (DAPO, arXiv 2503.14476)."""
 
-    max_rounds: int = option(4, "rounds of generation that a step may cost before it goes on with what it has", ge=1)
+    max_rounds: int = option(4, "rounds of generation that a step may cost before it continues with what it has", ge=1)
     low: float | None = option(None, "keep groups whose mean accuracy is at least this")
     high: float | None = option(None, "keep groups whose mean accuracy is at most this")
     shared: bool = option(
         True,
         "ranks with more groups that teach something than they need give them to the others, so that a step has those "
-        "that one rank alone would have taken; false: each goes on until it has its own",
+        "that one rank alone would have taken; false: each continues until it has its own",
     )
 
     @model_validator(mode="after")

@@ -52,8 +52,8 @@ def regulate_log_ratio(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Te
     """Returns GRPO-Guard's regulated log-ratio of Gaussian steps, (log_ratio + divergence) std (arXiv 2510.22319).
 
     All are [B, T]; divergence: the exact KL to the old policy with its gradient, reduced over elements as log_ratio is;
-    std: of the step. Under the old policy, log_ratio has mean -KL and a standard deviation proportional to 1 / std.
-    This removes both, so that one clip range bounds all steps equally and symmetrically.
+    std: standard deviation of the step. Under the old policy, log_ratio has mean -KL and a standard deviation
+    proportional to 1 / std. This removes both, so that one clip range bounds all steps equally and symmetrically.
     """
     return (log_ratio + divergence) * std
 

@@ -34,7 +34,7 @@ class ValueNetwork(nn.Module):
     """A perceptron with two hidden layers from [row, number] to [row], in fp64; its last layer begins with zeros."""
 
     def __init__(self, inputs: int, width: int, seed: int, *, layer_norm: bool = False) -> None:
-        """seed: of the weights, which are Gaussian with variance 1 / fan-in. layer_norm: normalises hidden layers
+        """seed: that of the weights, which are Gaussian with variance 1 / fan-in. layer_norm: normalises hidden layers
         before their activation (RLPD, arXiv 2302.02948)."""
         super().__init__()
         chance = torch.Generator().manual_seed(seed)

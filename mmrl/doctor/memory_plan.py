@@ -184,7 +184,8 @@ def trained_copy_bytes(num_weights: int, num_trained: int, bytes_per_weight: int
     """Returns the bytes of a second network of the policy's size that is trained beside it.
 
     It has all weights; each trained one has a gradient, two fp32 moments and, if weights are bfloat16, an fp32 copy
-    with its gradient. num_weights: of the policy. num_trained: those that are trained.
+    with its gradient. num_weights: the number of weights of the policy. num_trained: of these, the number of trained
+    ones.
     """
     return num_weights * bytes_per_weight + num_trained * (bytes_per_weight + 8 + (8 if bytes_per_weight < 4 else 0))
 
@@ -262,7 +263,7 @@ def fit_overrides(load_config: LoadConfig, path: str, ranks: int, gpu: Gpu, peak
     """Returns overrides with which a job fits `gpu`, or comes closest to it, and the plan with them.
 
     An override is taken if it lowers the memory of the larger phase by 1 %. Those that make the configuration invalid
-    are skipped. path: of the model.
+    are skipped. path: that of the model.
     """
     overrides: list[str] = []
     config = load_config(overrides)
@@ -289,7 +290,8 @@ def fit_overrides(load_config: LoadConfig, path: str, ranks: int, gpu: Gpu, peak
 
 
 def plan_job(config: Config, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
-    """Returns the plan of a job. path: of the model. Raises UserError if its size is unknown without its weights."""
+    """Returns the plan of a job. path: that of the model. Raises UserError if its size is unknown without its
+    weights."""
     memory = config.model.memory_model(config, path)
     if memory is None:
         raise UserError(f"model.path={path} is one of mmrl's small networks; its memory is not estimated")

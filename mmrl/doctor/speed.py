@@ -57,8 +57,8 @@ def time_call(call: Function, leaf: Tensor, device: str, failed: dict[str, str],
 
 
 def benchmark_cases(device: str) -> dict[str, tuple[Function, Function, Tensor]]:
-    """Returns the benchmarks by name: the fused operator, the same in eager PyTorch, and the tensor that both take and
-    are differentiated by."""
+    """Returns the benchmarks by name: the fused operator, the same in eager PyTorch, and the input tensor of both, with
+    respect to which they are differentiated."""
     rows, width = (4096, 131072) if device == "cuda" else (64, 8192)
     logits = torch.randn(rows, width, device=device, requires_grad=True)
     targets = torch.randint(width, (rows,), device=device)
@@ -67,13 +67,13 @@ def benchmark_cases(device: str) -> dict[str, tuple[Function, Function, Tensor]]
     log_ratio = (torch.randn(rows, 512, device=device) / 5).requires_grad_()
     advantages, mask = torch.randn(rows, device=device), torch.rand(rows, 512, device=device) < 0.8
 
-    def gather(leaf: Tensor) -> Tensor:
+    def eager_token_logprob(leaf: Tensor) -> Tensor:
         return F.log_softmax(leaf, -1).gather(1, targets[:, None]).sum()
 
-    def step(leaf: Tensor) -> Tensor:
+    def eager_denoise_logprob(leaf: Tensor) -> Tensor:
         return (-((next_latent - x - leaf) ** 2) / 2).mean(1).sum()
 
-    def clipped(leaf: Tensor) -> Tensor:
+    def eager_clipped_surrogate(leaf: Tensor) -> Tensor:
         ratios = leaf.exp()
         objective = torch.minimum(ratios * advantages[:, None], ratios.clamp(0.8, 1.28) * advantages[:, None])
         total: Tensor = -(objective * mask).sum() / mask.sum()
@@ -82,17 +82,17 @@ def benchmark_cases(device: str) -> dict[str, tuple[Function, Function, Tensor]]
     return {
         f"token_logprob {rows} x {width}": (
             lambda leaf: kernels.token_logprob(leaf, targets).logp.sum(),
-            gather,
+            eager_token_logprob,
             logits,
         ),
         f"denoise_logprob {rows} x {width // 4}": (
             lambda leaf: kernels.denoise_logprob(x, leaf, next_latent, ones, ones, ones).logp.sum(),
-            step,
+            eager_denoise_logprob,
             v.requires_grad_(),
         ),
         f"clipped_surrogate {rows} x 512": (
             lambda leaf: kernels.clipped_surrogate(leaf, advantages, mask)[0],
-            clipped,
+            eager_clipped_surrogate,
             log_ratio,
         ),
     }

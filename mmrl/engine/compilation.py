@@ -34,7 +34,7 @@ _recording = True  # whether a pass that autograd records is one for a gradient
 
 
 def records_gradients() -> bool:
-    """Returns whether the present pass is one for a gradient. Compiled passes are recorded by autograd in either case,
+    """Returns whether the current pass is one for a gradient. Compiled passes are recorded by autograd in either case,
     see `CompiledBlocks.running`."""
     return _recording and torch.is_grad_enabled()
 

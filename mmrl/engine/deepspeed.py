@@ -250,7 +250,7 @@ class Engine(Ranks):
     def __init__(
         self, module: nn.Module, optim: Optim, settings: EngineSettings, *, total_steps: int = 1, dtype: str = "float32"
     ) -> None:
-        """total_steps: optimizer steps of the whole run, for schedules. dtype: of the module's weights."""
+        """total_steps: optimizer steps of the whole run, for schedules. dtype: that of the module's weights."""
         super().__init__(settings.timeout)
         self.zero_stage = settings.zero_stage
         self._trained = [p for p in module.parameters() if p.requires_grad]
@@ -309,7 +309,7 @@ class Engine(Ranks):
 
     @property
     def lr(self) -> float:
-        """Returns the present learning rate of parameters that are in no named group."""
+        """Returns the current learning rate of parameters that are in no named group."""
         return self.lr_factor * self._rates[0](self.updates)
 
     # --- one optimizer step ---
@@ -397,7 +397,7 @@ class Engine(Ranks):
         files.save(self._engine, folder, {"updates": self.updates}, write)
 
     def load(self, folder: Path, zero_stage: int, ranks: int) -> None:
-        """Loads a checkpoint that `save` wrote with `ranks` ranks and ZeRO stage `zero_stage`; the present number of
+        """Loads a checkpoint that `save` wrote with `ranks` ranks and ZeRO stage `zero_stage`; the current number of
         ranks and stage may differ. Raises UserError if a file holds more than tensors and plain values."""
         if zero_stage == self.zero_stage and (ranks == self.world or zero_stage == 0):
             self.updates = files.load(self._engine, folder)["updates"]

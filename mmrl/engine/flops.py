@@ -119,7 +119,7 @@ def needs_gradient(factor: Tensor) -> bool:
 
 
 def has_backward() -> bool:
-    """Returns whether the present computation will have a backward pass. The linear layer that DeepSpeed installs for
+    """Returns whether the current computation will have a backward pass. The linear layer that DeepSpeed installs for
     ZeRO-3 computes with gradients disabled and has a backward pass of its own."""
     if torch.is_grad_enabled():
         return True
@@ -253,7 +253,7 @@ class CallMeter(Meter):
 
 @dataclass(frozen=True)
 class SequenceFlops:
-    """Operations of a transformer. token: of each token. pair: of attention, for each pair of a query and a key."""
+    """Operations of a transformer. token: for each token. pair: of attention, for each pair of a query and a key."""
 
     token: Flops
     pair: Flops

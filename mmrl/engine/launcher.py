@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 def end_with_launcher() -> None:
     """Has the kernel kill this process when its launcher ends, even if the launcher is killed. Otherwise an orphaned
-    rank would go on training beside the restarted job. Does nothing in a process without a launcher."""
+    rank would continue training beside the restarted job. Does nothing in a process without a launcher."""
     if sys.platform == "linux" and any(name in os.environ for name in STARTED_BY):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -39,7 +39,7 @@ def load(
 ) -> dict[str, Any]:
     """Loads weights and optimizer into DeepSpeed's engine. Returns the state that was saved with them.
 
-    folder: holds the files of a checkpoint that `ranks` ranks wrote under ZeRO stage `zero_stage`. stage: the present
+    folder: holds the files of a checkpoint that `ranks` ranks wrote under ZeRO stage `zero_stage`. stage: the current
     ZeRO stage. moments: names of the optimizer's moments; the checkpoint has the same.
     """
     model = [read(path) for path in sorted(folder.glob("*model_states.pt"), key=rank_of)]

@@ -23,12 +23,12 @@ class Snapshot:
         self.take()
 
     def take(self) -> None:
-        """Copies the present weights."""
+        """Copies the current weights."""
         self.copies = [local_part(p).detach().clone() for p in self._parameters]
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
-        """Moves the copy towards the present weights: copy <- decay copy + (1 - decay) present."""
+        """Moves the copy towards the current weights: copy <- decay copy + (1 - decay) current."""
         for copy, parameter in zip(self.copies, self._parameters, strict=True):
             copy.lerp_(local_part(parameter).to(copy), 1 - decay)
 
@@ -74,7 +74,7 @@ class AdaptersOff:
 
 
 def make_reference(module: nn.Module, *, fixed: bool, zero_stage: int) -> Snapshot | AdaptersOff:
-    """Returns the present policy as reference policy: the model without adapters if only LoRA adapters are trained and
+    """Returns the current policy as reference policy: the model without adapters if only LoRA adapters are trained and
     they have no effect yet, else a copy of the weights.
 
     fixed: whether the reference never moves. Under ZeRO-3 it is a copy, since DeepSpeed gathers parameters in the order

@@ -47,7 +47,7 @@ class Journal:
         return sum(map(len, self.parts.values()))
 
     def find(self, indices: Sequence[int], prompts: Sequence[Prompt]) -> list[Sample] | None:
-        """Returns the samples of a batch if the file has it, else None. indices: of its prompts."""
+        """Returns the samples of a batch if the file has it, else None. indices: those of its prompts."""
         if tuple(indices) not in self.parts:
             return None
         episodes = self.parts[tuple(indices)]
@@ -57,7 +57,7 @@ class Journal:
         ]
 
     def add(self, indices: Sequence[int], samples: Sequence[Sample]) -> None:
-        """Appends a batch of episodes, without their frames. indices: of its prompts."""
+        """Appends a batch of episodes, without their frames. indices: those of its prompts."""
         records = []
         for sample in samples:
             assert sample.episode is not None

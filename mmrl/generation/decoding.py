@@ -66,7 +66,7 @@ class GrowingLayer(DynamicLayer):
 def growing_cache(config: PreTrainedConfig, longest: int) -> DynamicCache:
     """Returns an empty cache with GrowingLayers for sequences of at most `longest` tokens.
 
-    config: of the language model. Layers that do not keep all keys and values (such as sliding windows) stay
+    config: that of the language model. Layers that do not keep all keys and values (such as sliding windows) stay
     transformers' own.
     """
     cache = DynamicCache(config=config)
@@ -105,7 +105,8 @@ AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
 
 @contextmanager
 def decoding(config: PreTrainedConfig) -> Iterator[None]:
-    """Context in which a model computes attention by `shared_heads`, if it uses SDPA. config: of its language model."""
+    """Context in which a model computes attention by `shared_heads`, if it uses SDPA. config: that of its language
+    model."""
     usual = config._attn_implementation
     if usual in ("sdpa", PACKED):
         config._attn_implementation = SHARED_HEADS

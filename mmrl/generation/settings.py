@@ -40,7 +40,7 @@ class Correction(Section):
 
 
 class Partial(Section):
-    """A step need not wait for its longest responses: they go on in the next one, from the tokens they have and with
+    """A step need not wait for its longest responses: they continue in the next one, from the tokens they have and with
     its weights (partial rollouts, arXiv 2501.12599)."""
 
     oversample: int = option(
@@ -124,7 +124,7 @@ class VLLMGenerator(GeneratorSettings):
         gt=0,
     )
     correction: Correction = option(Correction(), "for the difference between both likelihoods")
-    partial: Partial | None = option(None, "let long responses go on in the next step; null: do not")
+    partial: Partial | None = option(None, "let long responses continue in the next step; null: do not")
 
     @property
     def unfinished(self) -> Partial | None:
@@ -225,7 +225,7 @@ class RolloutWorkers(Section):
     correction: Correction = option(Correction(), "for weights that are some steps old")
 
     def check(self, needs: Needs, offers: frozenset[Offer], temperature: Schedule | None = None) -> None:
-        """Checks that batches may be made ahead of training. offers: of the policy's decisions.
+        """Checks that batches may be made ahead of training. offers: those of the policy's decisions.
 
         Raises ValueError in one line that names the key."""
         ahead = f"rollout.workers.async_steps={self.async_steps}"

@@ -44,8 +44,8 @@ def generate(
 ) -> list[Tensor]:
     """Samples one response for each row. Returns int64 tensors [token], with the end token if one was sampled.
 
-    inputs: of the model, left-padded, with `input_ids` [row, length]. seeds: one for each row. eos: ids that end a
-    response. synced: whether all ranks stay in the decoding loop until the last has finished, as ZeRO-3 needs, where
+    inputs: those of the model, left-padded, with `input_ids` [row, length]. seeds: one for each row. eos: ids that end
+    a response. synced: whether all ranks stay in the decoding loop until the last has finished, as ZeRO-3 needs, where
     a forward pass is a collective operation.
     """
     config = GenerationConfig(
@@ -76,9 +76,10 @@ class Prefix:
     ) -> None:
         """Processes the prompts.
 
-        inputs: of the model, padded on either side, with `input_ids` and `attention_mask` [prompt, length]. cache: an
-        empty one; None: a new one that gradients flow through. every_layer: whether `layers`, the hidden states [row,
-        token, hidden] of the last call, has those of all layers, the input embeddings first, or only of the last one.
+        inputs: those of the model, padded on either side, with `input_ids` and `attention_mask` [prompt, length].
+        cache: an empty one; None: a new one that gradients flow through. every_layer: whether `layers`, the hidden
+        states [row, token, hidden] of the last call, has those of all layers, the input embeddings first, or only of
+        the last one.
         """
         self.model, self.every_layer = model.base_model, every_layer
         self.layers: tuple[Tensor, ...] = ()
@@ -168,9 +169,9 @@ def generate_groups(
     """Samples responses as `generate` does, but processes each prompt, and each beginning that several responses share,
     only once. Returns the new tokens of each response.
 
-    inputs: of the model, one row for each prompt. begun: given beginnings of responses, int64 [token] each, possibly
-    empty. prompts: [beginning] int64, the prompt of each beginning. rows: [response] int64, the beginning that each
-    response continues. seeds, limits: a seed and a maximum number of new tokens for each response.
+    inputs: those of the model, one row for each prompt. begun: given beginnings of responses, int64 [token] each,
+    possibly empty. prompts: [beginning] int64, the prompt of each beginning. rows: [response] int64, the beginning that
+    each response continues. seeds, limits: a seed and a maximum number of new tokens for each response.
     """
     device, count, longest = inputs["input_ids"].device, len(rows), max(limits)
     ends, config = torch.tensor(eos, device=device), model.config.get_text_config()

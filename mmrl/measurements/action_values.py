@@ -1,4 +1,4 @@
-"""Q values of the actions that the present policy would take at recorded observations, with their gradient."""
+"""Q values of the actions that the current policy would take at recorded observations, with their gradient."""
 
 from __future__ import annotations
 
@@ -73,10 +73,12 @@ class ActionValues(ReplayedMeasurement[SampledActionValues]):
 
 
 def noise_seed(micro: Rollouts, row: int, seed: int) -> int:
-    """Returns the seed of the chunk that is sampled for a recorded step, another one for each copy of the step. micro:
-    a micro-batch; row: among its rollouts; seed: of the training step."""
+    """Returns the seed with which the policy samples a chunk at a recorded step. Copies of a step get different seeds.
+
+    row: the index of the recorded step in the micro-batch `micro`. seed: the seed of the training step.
+    """
     from mmrl.samplers.chain import derive_seed
 
-    metadata = micro.samples[row].prompt.metadata
-    proposal = metadata.get("proposal_seed", 0)
+    proposal = micro.samples[row].prompt.metadata.get("proposal_seed", 0)
+    # The groups of recorded steps are negative
     return derive_seed(derive_seed(seed, proposal), -int(micro.group[row]))

@@ -99,7 +99,7 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         return scores
 
     def _score(self, module: AuxiliaryModule, rollouts: Rollouts, context: PreparedContext) -> Tensor:
-        """Returns the process rewards under the present pi_phi, [rollout, decision]."""
+        """Returns the process rewards under the current pi_phi, [rollout, decision]."""
         import torch
 
         scores = torch.zeros(rollouts.mask.shape)

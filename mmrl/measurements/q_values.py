@@ -36,7 +36,7 @@ class Transitions:
     known: Tensor
     next_observation: Tensor  # [n, number], 0 where there is none
     copies: Tensor
-    next_chunk: Tensor | None = None  # [n, number], sampled by the present policy; None if no target needs it
+    next_chunk: Tensor | None = None  # [n, number], sampled by the current policy; None if no target needs it
     next_logp: Tensor | None = None  # [n], of the next chunk; None if no entropy counts
 
     def select(self, rows: Tensor) -> Transitions:
@@ -67,10 +67,10 @@ class QValues(PreparedMeasurement["Column"]):
     chunk of k actions, and their target networks follow. The estimates are of the targets before they follow.
 
     V(s') is a network that learns the expectile of the target networks' least Q (IQL, arXiv 2110.06169), or, without an
-    expectile, the least Q of the target networks for a chunk that the present policy samples at s', minus temperature
+    expectile, the least Q of the target networks for a chunk that the current policy samples at s', minus temperature
     times its log-probability (SAC, arXiv 1812.05905).
 
-    gamma: discount of an action; simulator_reward: weight of the simulator's rewards; members, width: of the Q
+    gamma: discount of an action; simulator_reward: weight of the simulator's rewards; members, width: those of the Q
     networks; lr: of Adam; tau: share by which targets follow; updates: of all networks a step; batch: recorded steps of
     a rank that an update draws, None: all; expectile: of V; temperature: weight of the entropy before training, 0:
     none; temperature_lr: its learning rate; entropy: to which the temperature is adapted, in nats per number of a
@@ -98,7 +98,7 @@ class QValues(PreparedMeasurement["Column"]):
         return " ".join(["q_values", *(f"{name}={value:g}" for name, value in values if value is not None)])
 
     def q_networks(self, modules: AuxiliaryModules, inputs: int, seed: int) -> AuxiliaryModule[QEnsemble]:
-        """Returns the Q networks of a run. inputs: numbers of an observation and a chunk; seed: of the run."""
+        """Returns the Q networks of a run. inputs: numbers of an observation and a chunk; seed: that of the run."""
         from mmrl.core.values import QEnsemble
 
         return modules.get(f"{self.name} q", lambda: QEnsemble(inputs, self.width, self.members, seed + 1), lr=self.lr)
@@ -304,7 +304,7 @@ class ExpectileValue(FollowingValue):
 
 
 class SampledNextValue(FollowingValue):
-    """The least Q of the target networks for the chunk that the present policy sampled at s', minus its weighted
+    """The least Q of the target networks for the chunk that the current policy sampled at s', minus its weighted
     log-probability. The weight of the entropy is adapted to the entropy of these chunks."""
 
     def update(self, transitions: Transitions, q: QEnsemble) -> None:

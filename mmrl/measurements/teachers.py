@@ -102,7 +102,10 @@ class PathTeacher(Teacher, WeightsOrigin):
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
         from mmrl.protocols.choices import WholeVocabulary, top_k_choices
 
-        teacher, changed = context.policy.teachers.policy(self.folder, self.guidance), self._viewed(rollouts, context)
+        teacher, changed = (
+            context.policy.teachers.policy(self.folder, self.guidance),
+            self._with_view(rollouts, context),
+        )
         listed: TeacherChoices
         if count is None:
             listed = WholeVocabulary.from_ids(context.policy.teachers.vocabulary(), rollouts.mask.shape)
@@ -118,7 +121,7 @@ class PathTeacher(Teacher, WeightsOrigin):
 
         return self._replayed(rollouts, context, lambda replay: require(replay.prediction, "predictions"))
 
-    def _viewed(self, rollouts: Rollouts, context: PreparedContext) -> Rollouts:
+    def _with_view(self, rollouts: Rollouts, context: PreparedContext) -> Rollouts:
         """Returns the rollouts with the prompts that the teacher gets."""
         view = self.view
         return rollouts if view is None else context.policy.view(rollouts, view.changed)
@@ -133,7 +136,7 @@ class PathTeacher(Teacher, WeightsOrigin):
         import torch
 
         teacher = context.policy.teachers.policy(self.folder, self.guidance)
-        changed = rollouts if viewed else self._viewed(rollouts, context)
+        changed = rollouts if viewed else self._with_view(rollouts, context)
         with torch.no_grad():
             outputs = [column(teacher.replay(changed.select(rows), teacher.module)) for rows in context.micro_batches]
         result = torch.full((len(rollouts), *outputs[0].shape[1:]), torch.nan)

@@ -135,8 +135,8 @@ class Guards:
     def judge(self, metrics: Mapping[str, float], run: GuardedRun, *, evaluation: bool = False) -> dict[str, float]:
         """Checks new metrics, and acts if a guard has to.
 
-        metrics: of a step, or of an evaluation if `evaluation` is set; only guards on such metrics are checked. Returns
-        `outside/<metric>`, the number of consecutive values outside the band, for the metrics of the step.
+        metrics: those of a step, or of an evaluation if `evaluation` is set; only guards on such metrics are checked.
+        Returns `outside/<metric>`, the number of consecutive values outside the band, for the metrics of the step.
 
         Raises UserError if a guard's metric does not exist, or if an action stops the run.
         """

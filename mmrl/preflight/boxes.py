@@ -25,7 +25,7 @@ def probe_boxes(
     """Yields alarms for golds in 0 .. 1 that a reward reads as pixels, for boxes outside of their image, and for a
     reward's option `resize` that differs from the image processor's.
 
-    specs: the rewards. processor: the options in model.processor. key: of the configuration, that holds the rewards.
+    specs: the rewards. processor: the options in model.processor. key: the configuration key that holds the rewards.
     """
     for spec in specs:
         if spec.name not in BOX_REWARDS:

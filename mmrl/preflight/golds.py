@@ -133,7 +133,7 @@ def _max_scored(values: Iterator[float]) -> float:
 def probe_golds(spec: RewardSpec, rows: Sequence[GoldScores], key: str, reason: str = "") -> Iterator[Alarm]:
     """Yields alarms about the scores of one reward.
 
-    key: of the configuration, that holds the reward. reason: what the reward logged about unscored rows.
+    key: the configuration key that holds the reward. reason: what the reward logged about unscored rows.
     """
     name = spec.column
     yield from _unscored(name, rows, key, reason)
@@ -219,7 +219,7 @@ def probe_rewards(
 ) -> tuple[list[Alarm], dict[str, list[GoldScores]]]:
     """Scores the golds of some prompts as responses. Returns alarms, and the scores by the reward's column.
 
-    key: of the configuration, that holds the rewards. limit: the maximum response length. custom: whether to include
+    key: the configuration key that holds the rewards. limit: the maximum response length. custom: whether to include
     the user's own rewards.
     """
     specs, reasons = components_to_try(rewards, custom=custom), Reasons()

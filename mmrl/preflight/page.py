@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent / "templates"
 
 @dataclass
 class Row:
-    """One prompt of the page. text: as the chat template renders it. scores: of its gold, by reward."""
+    """One prompt of the page. text: as the chat template renders it. scores: those of its gold, by reward."""
 
     prompt: Prompt
     text: str
@@ -51,7 +51,7 @@ def png_url(image: Image.Image) -> str:
 
 
 def write_page(target: Path, name: str, report: CheckReport, rows: Sequence[Row]) -> None:
-    """Writes the page as one self-contained HTML file. name: of the configuration. Raises OSError if it cannot be
+    """Writes the page as one self-contained HTML file. name: that of the configuration. Raises OSError if it cannot be
     written."""
     import jinja2
 

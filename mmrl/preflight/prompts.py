@@ -41,7 +41,7 @@ def select_evenly(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
 
 
 def probe_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], key: str) -> Iterator[Alarm]:
-    """Yields an alarm for held-out prompts that are also in the training data. key: of the configuration, that names
+    """Yields an alarm for held-out prompts that are also in the training data. key: the configuration key that names
     the held-out data."""
     train_ids = {_content_hash(prompt): prompt.id for prompt in train}
     overlap = [

@@ -161,10 +161,10 @@ class EpisodeStoring(Protocol):
 
 @dataclass(frozen=True)
 class SampledActions:
-    """Chunks of actions that the present policy samples at n observations.
+    """Chunks of actions that the current policy samples at n observations.
 
     observations: as `OffPolicy.encode_observations` returns them; chunks: as `OffPolicy.encode_chunks` does, for whole
-    chunks; logp: of each chunk, or None where it was not asked for."""
+    chunks; logp: that of each chunk, or None where it was not asked for."""
 
     observations: Tensor  # [n, size] without gradient
     chunks: Tensor  # [n, size]
@@ -172,7 +172,7 @@ class SampledActions:
 
 
 class OffPolicy(Protocol):
-    """Encodes stored observations and chunks of actions as vectors, for value functions, and samples the present
+    """Encodes stored observations and chunks of actions as vectors, for value functions, and samples the current
     policy's chunks at stored observations."""
 
     @property

@@ -38,7 +38,7 @@ class AuxiliaryModule(Generic[Network]):
     def descend(self, losses: Iterable[Tensor], total: Callable[[Tensor], Tensor]) -> None:
         """Takes one optimizer step on the sum of 0-d losses over all ranks.
 
-        losses: of this rank's inputs; they are computed one after the other, so that only one at a time holds its
+        losses: those of this rank's inputs; they are computed one after the other, so that only one at a time holds its
         activations. total: returns the sum of a tensor over the ranks."""
         self.module.zero_grad()
         for loss in losses:

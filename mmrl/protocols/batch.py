@@ -107,14 +107,14 @@ class Batch:
         return values[first : first + len(self.rollouts)]
 
     def gather_decisions(self, values: Tensor) -> Tensor:
-        """Returns the values of all decisions under the mask on all ranks, flat, [n]. values: of this rank, [rollout,
-        decision]. A collective."""
+        """Returns the values of all decisions under the mask on all ranks, flat, [n]. values: those of this rank,
+        [rollout, decision]. A collective."""
         masked = values.expand(self.rollouts.mask.shape)[self.rollouts.mask]
         return torch.cat(self._gather(masked))
 
     def gather_steps(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Returns the values of all steps under `mask` on all ranks, flat, [n]. values, mask: of this rank, [rollout,
-        step]; see `mmrl.rollouts.Steps`. A collective."""
+        """Returns the values of all steps under `mask` on all ranks, flat, [n]. values, mask: those of this rank,
+        [rollout, step]; see `mmrl.rollouts.Steps`. A collective."""
         return torch.cat(self._gather(values[mask]))
 
     def generator(self, name: str = "") -> torch.Generator:

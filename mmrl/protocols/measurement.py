@@ -23,9 +23,9 @@ R_co = TypeVar("R_co", covariant=True)  # a record; for a ReplayedMeasurement an
 
 @dataclass(frozen=True)
 class MeasurementContext:
-    """Inputs of a measurement. policy: has every ability that the measurement requires. seed: of the run. step: number
-    of finished steps. group_size: rollouts of a prompt. max_over_ranks: the maximum of a number over the ranks, a
-    collective."""
+    """Inputs of a measurement. policy: has every ability that the measurement requires. seed: that of the run. step:
+    number of finished steps. group_size: rollouts of a prompt. max_over_ranks: the maximum of a number over the ranks,
+    a collective."""
 
     policy: Any
     task: Task
@@ -85,7 +85,7 @@ class PreparedContext(MeasurementContext):
 class ReplayedContext:
     """Inputs of a measurement in an update. policy: has every ability that the measurement requires. engine: wraps the
     policy's module; passed to `Policy.replay` as `model`, it gives log-probabilities with a gradient. step: number of
-    finished steps. seed: of the run. modules: networks that are trained beside the policy."""
+    finished steps. seed: that of the run. modules: networks that are trained beside the policy."""
 
     policy: Any
     engine: Any

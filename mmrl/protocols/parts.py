@@ -188,8 +188,8 @@ class FittingPolicy(Protocol):
 
 @runtime_checkable
 class FittedSource(Source, Protocol):
-    """A data set that skips rows whose prompts the policy cannot read. name: of its file. max_bad_share: largest share
-    of rows that may be skipped."""
+    """A data set that skips rows whose prompts the policy cannot read. name: that of its file. max_bad_share: largest
+    share of rows that may be skipped."""
 
     @property
     def name(self) -> str: ...
@@ -268,12 +268,12 @@ class ConversationTask(Protocol):
 
 class SyncedGenerator(Protocol):
     """Engines or workers that generate in place of the policy, with copies of its weights. Both methods that send the
-    present weights return metrics."""
+    current weights return metrics."""
 
     def generation(self) -> AbstractContextManager[dict[str, float]]:
-        """Returns a context in which the copies are the present weights."""
+        """Returns a context in which the copies are the current weights."""
 
     def sync_weights(self) -> dict[str, float]:
-        """Sends the present weights. A collective."""
+        """Sends the current weights. A collective."""
 
     def close(self) -> None: ...

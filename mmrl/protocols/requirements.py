@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Reference:
     """The reference policy that a part needs: the weights at the start of the run, unless it moves.
 
-    resets: periods in steps after which the reference is set to the present policy. decays: decays of an exponential
+    resets: periods in steps after which the reference is set to the current policy. decays: decays of an exponential
     moving average of the policy's weights, which is then the reference. optimizer_resets: periods in steps after which
     the optimizer's moments are set to 0.
     """

@@ -426,7 +426,7 @@ def guards(run: RunRecord) -> Iterator[HealthFinding]:
             loss > 2 * error,
             f"It does not fall while {', '.join(rising)} rises.",
             f"It falls by {loss:.3g} while {', '.join(rising)} rises: what is rewarded is not what is wanted.",
-            "Look at answers with a high reward that are wrong, in the galleries, and mend the reward.",
+            "Look at answers with a high reward that are wrong, in the galleries, and fix the reward.",
             accuracy.name,
             *rising,
             verdict=BAD,

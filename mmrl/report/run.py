@@ -369,8 +369,8 @@ def group_size(prompts: Sequence[Prompt], max_size: int = 16) -> int | None:
 
 
 def _row(sample: Sample, values: Sequence[float], row_span: int, video: str | None) -> str:
-    """Returns the table row of a sample. values: of the further columns. row_span: the number of rows that the prompt's
-    cells span; 0: an earlier row shows them. video: the file name of the episode's video, if there is one."""
+    """Returns the table row of a sample. values: those of the further columns. row_span: the number of rows that the
+    prompt's cells span; 0: an earlier row shows them. video: the file name of the episode's video, if there is one."""
     image_urls = [data_url(pil_image(sample.image))] if sample.image is not None else []
     image_urls += [] if sample.frames is None else [video_url(sample.frames)]
     response = f"<pre>{html.escape(sample.response)}</pre>"

@@ -126,7 +126,7 @@ class Trackio:
 class MLflow:
     """Logs metrics and the configuration to an experiment of MLflow, at the address in MLFLOW_TRACKING_URI.
 
-    FOLDER/mlflow_run.txt keeps the identity of the run, with which a resumed run goes on.
+    FOLDER/mlflow_run.txt keeps the identity of the run, with which a resumed run continues.
     """
 
     LONGEST = 500  # characters of a parameter, by MLflow's own limit

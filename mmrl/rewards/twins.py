@@ -32,7 +32,7 @@ class TwinMargin:
     """The score of another reward under the image's prompt, minus the score under the prompt's twin (FocusDiff, arXiv
     2506.05501, reconstructed).
 
-    reward, options: of a reward that scores samples one by one or in batches. The score is None if either could not be
+    reward, options: a reward that scores samples one by one or in batches. The score is None if either could not be
     scored.
     """
 

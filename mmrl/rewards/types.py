@@ -67,14 +67,20 @@ def device_of(device: str | None) -> torch.device:
 def image_of(sample: Sample) -> Tensor:
     """Returns the generated image, [channel, height, width]. Raises UserError if the rollout has none."""
     if sample.image is None:
-        raise UserError(f"the rollout of prompt {sample.prompt.id!r} has no image to score")
+        raise UserError(
+            f"the rollout of prompt {sample.prompt.id!r} has no image to score; only tasks that generate "
+            "images have one"
+        )
     return sample.image
 
 
 def video_of(sample: Sample) -> Tensor:
     """Returns the generated video, [frame, channel, height, width]. Raises UserError if the rollout has none."""
     if sample.frames is None:
-        raise UserError(f"the rollout of prompt {sample.prompt.id!r} has no video to score")
+        raise UserError(
+            f"the rollout of prompt {sample.prompt.id!r} has no video to score; only tasks that generate "
+            "videos have one"
+        )
     return sample.frames
 
 

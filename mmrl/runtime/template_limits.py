@@ -17,12 +17,12 @@ from mmrl.errors import UserError
 from mmrl.runtime.time_limits import time_limit
 
 TEMPLATE_S = 20.0  # seconds; a usual template takes a millisecond
-TEMPLATE_BYTES = 2**31  # that a process may grow by meanwhile, threads of its own included
+TEMPLATE_BYTES = 2**31  # by which the process may grow while a template runs; its other threads count too
 LONGEST = 10_000_000  # characters of a conversation; a context of a million tokens has about four million
-MEND = "mend it, or take the chat_template.jinja of its instruction-tuned version"
+ADVICE = "fix it, or use the chat_template.jinja of its instruction-tuned version"
 
 _lock = threading.Lock()
-_within: list[int] = []  # limits of address space that were in force before the blocks of now
+_within: list[int] = []  # the limits of address space before each block that is active
 
 
 @contextmanager
@@ -71,19 +71,22 @@ class HasTemplate(Protocol):
 
 
 def render_template(name: str, owner: HasTemplate, messages: list[Any], **options: Any) -> str:
-    """Returns the text that a chat template makes of messages. name: of what has it, for messages of errors. Raises
-    UserError for a template with a power, one that takes too long or too much memory, or whose text is too long."""
+    """Returns the text that a chat template makes of messages. Raises UserError for a template with a power, one that
+    takes too long or too much memory, or whose text is too long.
+
+    name: the model that has the template, for error messages.
+    """
     template = options.get("chat_template", owner.chat_template)
     named = template.values() if isinstance(template, Mapping) else [template]
     if any(_has_power(text) for text in named if isinstance(text, str)):
-        raise UserError(f"{name}: its chat template computes a power (**), which may take hours; {MEND}")
-    late = f"{name}: its chat template has not come to an end in {TEMPLATE_S:g} s; mend its loops, or take the "
-    large = f"{name}: its chat template takes more than {TEMPLATE_BYTES / 2**30:g} GiB of memory; {MEND}"
-    limit = time_limit(TEMPLATE_S, f"{late}chat_template.jinja of its instruction-tuned version")
-    with limit, limit_memory_growth(TEMPLATE_BYTES, large):
+        raise UserError(f"{name}: its chat template computes a power (**), which may take hours; {ADVICE}")
+    too_slow = f"{name}: its chat template did not finish within {TEMPLATE_S:g} s; fix its loops, or use the "
+    too_large = f"{name}: its chat template takes more than {TEMPLATE_BYTES / 2**30:g} GiB of memory; {ADVICE}"
+    limit = time_limit(TEMPLATE_S, f"{too_slow}chat_template.jinja of its instruction-tuned version")
+    with limit, limit_memory_growth(TEMPLATE_BYTES, too_large):
         text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     if len(text) > LONGEST:
-        raise UserError(f"{name}: its chat template makes {len(text)} characters of a conversation; {MEND}")
+        raise UserError(f"{name}: its chat template makes {len(text)} characters of a conversation; {ADVICE}")
     return text
 
 

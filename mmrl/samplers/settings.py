@@ -156,7 +156,7 @@ class Window(Choice):
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
         """Returns the index of the window's first step among the `usable` steps.
 
-        steps: of the whole chain. iteration: the training step. seed: of the group.
+        steps: those of the whole chain. iteration: the training step. seed: that of the group.
         """
 
 

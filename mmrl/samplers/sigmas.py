@@ -66,11 +66,12 @@ def ddim_grid(alphas_cumprod: Tensor, timesteps: Tensor, final_alpha: float = 1.
     and sqrt(1 - final_alpha) at the end.
 
     alphas_cumprod: alpha_bar of all training timesteps. final_alpha: diffusers' `final_alpha_cumprod`, below 1 for
-    Stable Diffusion 1.5. Raises ValueError unless `timesteps` fall strictly and lie inside the training schedule.
+    Stable Diffusion 1.5. Raises ValueError unless `timesteps` are strictly decreasing and lie inside the training
+    schedule.
     """
     times = timesteps.long()
     if len(times) < 1 or bool((times.diff() >= 0).any()):
-        raise ValueError("timesteps must fall strictly and hold at least one step")
+        raise ValueError("timesteps must be strictly decreasing, with at least one")
     if int(times.min()) < 0 or int(times.max()) >= len(alphas_cumprod):
         raise ValueError(f"timesteps must lie in [0, {len(alphas_cumprod) - 1}]")
     sigmas = (1 - alphas_cumprod.double()[times]).sqrt()

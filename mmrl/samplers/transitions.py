@@ -60,7 +60,7 @@ def coefficients(
         raise ValueError(f"transition {kind} takes noise {bounds}, got {noise}")
     s, s_next = _double(sigma), _double(sigma_next)
     if not bool((s_next < s).all()):
-        raise ValueError("sigmas must fall: sigma_next is not below sigma")
+        raise ValueError("sigmas must decrease: sigma_next is not below sigma")
     dt = s_next - s
     if kind == "ddim":
         terms = _ddim(s, s_next, noise)

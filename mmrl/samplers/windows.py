@@ -11,7 +11,7 @@ from mmrl.samplers.settings import Window
 def window_steps(window: Window, std: Tensor, iteration: int, seed: int) -> list[int]:
     """Returns the steps of a window, in rising order.
 
-    std: [steps], standard deviations of the transition. iteration: the training step. seed: of the group. Raises
+    std: [steps], standard deviations of the transition. iteration: the training step. seed: that of the group. Raises
     ValueError if the window does not fit at its start, and as `usable_steps` does.
     """
     usable = usable_steps(window, std)

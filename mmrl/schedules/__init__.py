@@ -1,1 +1,1 @@
-"""Numbers that change while a run goes on, and controllers that follow a metric."""
+"""Numbers that change while a run continues, and controllers that follow a metric."""

@@ -50,8 +50,8 @@ class Schedule(Choice):
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Updates the value after a step.
 
-        step: number of finished steps; metrics: of the last step, over all ranks. Raises UserError if the metric that
-        this option follows is not among them.
+        step: number of finished steps; metrics: those of the last step, over all ranks. Raises UserError if the metric
+        that this option follows is not among them.
         """
 
     def state(self) -> dict[str, float]:

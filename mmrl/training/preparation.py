@@ -171,7 +171,7 @@ class Preparation:
         """Fills in log-probabilities under the policy that sampled the rollouts and under the reference policy.
 
         They are computed in the micro-batches of `parts`; those that rollouts already have are kept. Returns whether
-        the old ones are complete. They lack the first minibatch where its update comes before any other: the present
+        the old ones are complete. They lack the first minibatch where its update comes before any other: the current
         policy is the old one then, and the loss uses its own log-probabilities. The others need no forward pass where
         the policy recorded them while sampling. Where a critic's values are missing, they are computed here too, and
         every decision is a step.
@@ -332,7 +332,7 @@ class ReplayColumns:
         self._replays = [] if recorded is None else [(torch.arange(len(rollouts)), recorded)]
 
     def replay(self, parts: list[Tensor], *, reference: bool = False) -> ReplayColumns:
-        """Replays these micro-batches under the policy's present weights. parts: rows [n] of each. reference: the
+        """Replays these micro-batches under the policy's current weights. parts: rows [n] of each. reference: the
         weights are the reference policy's."""
         for rows in parts:
             part = self.policy.replay(self.rollouts.select(rows), self.engine, reference=reference)

@@ -24,7 +24,8 @@ class Workload:
 
     @classmethod
     def from_policy(cls, policy: object, epochs: int, dtype: str) -> Workload | None:
-        """Returns the workload of a policy; None where it does not count its work. dtype: of its matrix products."""
+        """Returns the workload of a policy; None where it does not count its work. dtype: that of its matrix
+        products."""
         return cls(policy.work, epochs, device_flops(dtype)) if isinstance(policy, Counting) else None
 
     def rates(
@@ -47,9 +48,9 @@ def rates(
 ) -> dict[str, float]:
     """Returns throughput metrics by name, averaged over ranks (a rank is a GPU, where there are any).
 
-    work: totals over ranks, by unit or by phase + FLOPS. seconds: of the phases "rollout" and "update" and of "step".
-    peak: peak operations a second; if given, the share of it that is reached (MFU) is a metric too. A phase without
-    operations in this process, as where vLLM servers generate, has no metrics of operations.
+    work: totals over ranks, by unit or by phase + FLOPS. seconds: those of the phases "rollout" and "update" and of
+    "step". peak: peak operations a second; if given, the share of it that is reached (MFU) is a metric too. A phase
+    without operations in this process, as where vLLM servers generate, has no metrics of operations.
     """
     metrics = {}
     for unit, total in work.items():

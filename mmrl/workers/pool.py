@@ -40,8 +40,8 @@ ATTEMPTS = 3  # starts of a worker for one request
 
 @dataclass(frozen=True)
 class WorkerWeights:
-    """Weights that workers have or are about to load. number: version, from 1. checksums: of the tensors in `folder`,
-    by name."""
+    """Weights that workers have or are about to load. number: version, from 1. checksums: those of the tensors in
+    `folder`, by name."""
 
     number: int
     folder: Path
@@ -84,7 +84,7 @@ class WorkerPool:
         yield self.sync_weights()
 
     def sync_weights(self) -> dict[str, float]:
-        """Sends all workers the present trained weights. Collective. Raises UserError, on all ranks, if a checksum of a
+        """Sends all workers the current trained weights. Collective. Raises UserError, on all ranks, if a checksum of a
         worker differs afterwards."""
         started, before = time.perf_counter(), self.current
         self._agree(self._write())
@@ -133,7 +133,7 @@ class WorkerPool:
     # --- one worker ---
 
     def _bring_up(self, handle: Handle) -> None:
-        """Starts the worker where it does not run, and sends it the present weights where it has others. Raises Lost
+        """Starts the worker where it does not run, and sends it the current weights where it has others. Raises Lost
         and UserError."""
         assert self.current is not None
         started = not handle.child.up
@@ -151,7 +151,7 @@ class WorkerPool:
         handle.weights = self.current.number
 
     def _ask(self, handle: Handle, message: bytes | None, shared: Sequence[Any] = ()) -> Any:
-        """Returns the worker's answer to a message (None for no message), with the present weights. Starts a worker
+        """Returns the worker's answer to a message (None for no message), with the current weights. Starts a worker
         that ends again, up to ATTEMPTS times, then raises UserError."""
         last = ""
         for _ in range(ATTEMPTS):

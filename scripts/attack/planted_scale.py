@@ -44,7 +44,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("reading ahead: what was made of a prompt is given twice", "mmrl/collection/prefetch.py",
      "self._encoded.pop(id(prompt), (None, None))", "self._encoded.get(id(prompt), (None, None))", AHEAD),
     ("reading ahead: what is not expected stays", "mmrl/collection/prefetch.py",
-     "            self._coming.pop(index).cancel()\n", "            self._coming[index].cancel()\n", AHEAD),
+     "            self._futures.pop(index).cancel()\n", "            self._futures[index].cancel()\n", AHEAD),
     ("reading ahead: foreseen prompts are drawn", "mmrl/collection/draws.py", "sampler = self.sampler.model_copy(deep=True)",
      "sampler = self.sampler", AHEAD),
     ("reading ahead: processes outlive the trainer", "mmrl/collection/prefetch.py", "    os._exit(0)\n", "    pass\n", AHEAD),

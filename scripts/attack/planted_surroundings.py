@@ -27,7 +27,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("surroundings: a limit strikes later", L, "                ended.set()\n            timer.cancel()", "                pass", LIMITS),
     ("surroundings: a block may catch its time limit", L, "class OutOfTime(BaseException):", "class OutOfTime(Exception):", LIMITS),
     ("surroundings: a template has no time limit", TEMPLATE, "with limit, limit_memory_growth(", "with limit_memory_growth(", TEMPLATES),
-    ("surroundings: a template takes what memory there is", TEMPLATE, "with limit, limit_memory_growth(TEMPLATE_BYTES, large):", "with limit:", TEMPLATES),
+    ("surroundings: a template takes what memory there is", TEMPLATE, "with limit, limit_memory_growth(TEMPLATE_BYTES, too_large):", "with limit:", TEMPLATES),
     ("surroundings: a template's text may be as long as it likes", TEMPLATE, "if len(text) > LONGEST:", "if False:", TEMPLATES),
     ("surroundings: a limit of memory stays", TEMPLATE, "            if not _within:\n                resource.setrlimit(resource.RLIMIT_AS, (before, hard))\n", "", TEMPLATES),
     ("surroundings: a limit of memory ends with the first of two threads", TEMPLATE, "            if not _within:\n                resource", "            if True:\n                resource", TEMPLATES),

@@ -140,7 +140,7 @@ class Libero:
         return playing
 
     def _scene(self, row: int, task: LiberoTask) -> LiberoScene:
-        """Returns a scene of `task` for `row`: its present one, a cached one or a new one."""
+        """Returns a scene of `task` for `row`: its current one, a cached one or a new one."""
         before, self._rows[row] = self._rows[row], None
         if before is not None:
             if before.scene.task == task:

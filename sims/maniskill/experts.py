@@ -1,4 +1,4 @@
-"""Scripted experts that compute the next action from the present state. ManiSkill's motion planners plan whole
+"""Scripted experts that compute the next action from the current state. ManiSkill's motion planners plan whole
 episodes."""
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from mmrl.sims.mujoco.gl import Renderer, choose_backend
 from mmrl.sims.vector.rows import EnvironmentRows
 from mmrl.sims.vector.simulator import Transition, nearest
 
-MAX_STEPS = 500  # Meta-World raises if an episode goes on
+MAX_STEPS = 500  # Meta-World raises if an episode continues
 MAX_GEOMS = 1000
 ACTION_DIM, STATE_DIM, ROBOT_DIM = 4, 39, 4
 CAMERAS = ("corner", "corner2", "corner3", "corner4")  # mounted upside down

@@ -54,8 +54,8 @@ def choose_backend() -> str:
 
 @cache
 def _close_at_exit() -> weakref.WeakSet[Renderer]:
-    """Returns the set of open renderers, which are closed at exit. It must be called first after OpenGL was loaded, so
-    that renderers are closed before OpenGL is."""
+    """Returns the set of open renderers, which are closed at exit. The first call must come after OpenGL was loaded:
+    what is registered with atexit last runs first, so renderers are then closed before OpenGL."""
     renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
 
     def close() -> None:

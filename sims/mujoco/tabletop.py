@@ -210,7 +210,7 @@ class Tabletop:
         "position", their target, -1 to 1 from corner to corner of their box, to which they move 3 cm at most. In the
         task push it is 1.6 cm instead of 3.
     reward: "sparse" gives 1 at every step that is solved; "shaped" adds the gain in progress (0 to 1) of that step.
-    end_on_success: whether the first success ends the episode; otherwise it goes on until its time is up.
+    end_on_success: whether the first success ends the episode; otherwise it continues until its time is up.
     privileged: whether [10] numbers follow in the state that no camera measures: the vector from the fingertips to
         cube 0 (3), from there to its goal (3) and its position (3), in decimetres, and whether it is held. They are
         meant for critics alone: action.privileged=10.
@@ -312,7 +312,7 @@ class Tabletop:
             for i in indices:
                 try:
                     function(worker, i)
-                except Exception as error:  # of one row; the others go on, and `VectorSim` counts it
+                except Exception as error:  # of one row; the others continue, and `VectorSim` counts it
                     errors[i] = error
 
         count = len(self._workers)

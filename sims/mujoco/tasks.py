@@ -98,7 +98,7 @@ def pick_colours(rng: Generator, colours: list[str], count: int) -> list[str]:
 
 def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
     """Returns a function that samples scenes in which cubes 0 and 1 have the same color, one on the left and one on the
-    right of the image, and other cubes have other colors. verb: of the instruction."""
+    right of the image, and other cubes have other colors. verb: that of the instruction."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
         positions = scatter(rng, cubes)

@@ -24,7 +24,7 @@ class Dialogue:
     or exceeds the limits, the conversation ends and is lost.
 
     prompt: that of the rollout, with the first messages of the conversation. end: why the conversation has ended (see
-    `Conversation`); None while it goes on.
+    `Conversation`); None while it continues.
     """
 
     def __init__(self, environment: Environment, prompt: Prompt, limits: TurnLimits) -> None:

@@ -1,5 +1,5 @@
 """Environments in this process with a time limit for each start and step: an environment that hangs loses its rollout,
-but the run goes on. Against crashes and excessive memory use see `mmrl.sims.turns.processes`."""
+but the run continues. Against crashes and excessive memory use see `mmrl.sims.turns.processes`."""
 
 from __future__ import annotations
 

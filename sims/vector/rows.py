@@ -36,6 +36,6 @@ class EnvironmentRows(Generic[T]):
         for i, row in enumerate(rows):
             try:
                 act(i, row)
-            except Exception as error:  # the other rows go on; `VectorSim` reports the error
+            except Exception as error:  # the other rows continue; `VectorSim` reports the error
                 self._environments[row], out.errors[i] = None, error
         return out

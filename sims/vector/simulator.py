@@ -87,7 +87,7 @@ class VectorSim:
 
     simulator: steps the environments.
     shares: sets of rows that different threads may step at the same time; None: all rows are one share.
-    name: of the simulator in messages; None: its class.
+    name: that of the simulator in messages; None: its class.
     patience_s: seconds after which a warning is logged if a reset or step has not returned; None: never, for simulators
         with deadlines of their own.
     counters: nan_actions (numbers that were not finite), dropped_episodes, restarts (of workers).
@@ -163,7 +163,7 @@ class VectorSim:
         return self.observation()
 
     def restart(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Observation:
-        """Starts new episodes in `rows`, whose episodes have ended, while other rows go on.
+        """Starts new episodes in `rows`, whose episodes have ended, while other rows continue.
 
         Raises UserError for a row with a running episode or none so far, and for seeds and tasks as `reset`.
         """

@@ -74,7 +74,7 @@ class Simulator(Protocol):
     """The interface of a simulator behind `VectorSim`, which is made by `Class(count, **options)`.
 
     It has `count` rows, each with an environment, numbered from 0. The same seed and task must give the same episode
-    bit for bit, whatever happened in the row before. A row that fails is reported in `errors`; other rows go on.
+    bit for bit, whatever happened in the row before. A row that fails is reported in `errors`; other rows continue.
     """
 
     count: int

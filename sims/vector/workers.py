@@ -40,9 +40,9 @@ class SimulatorError(RuntimeError):
 class Workers:
     """The simulator `name` with `count` rows, divided among `workers` processes. It is a `Simulator` itself.
 
-    options: of the simulator: numbers, text, lists and dicts, since they are sent as JSON.
+    options: those of the simulator: numbers, text, lists and dicts, since they are sent as JSON.
     deadline_s: time limit of a reset, a chunk of actions or a call of the expert. A worker that takes longer, raises or
-        ends is replaced. The episodes of its rows are lost and reported in `Transition.errors`; other workers go on.
+        ends is replaced. The episodes of its rows are lost and reported in `Transition.errors`; other workers continue.
     python: the workers' Python interpreter, for a simulator in another virtual environment. mmrl must be importable
         there, but not its dependencies.
     ray: the address of a Ray cluster whose hosts run the workers, or "auto"; None: this host. The simulator must be
@@ -71,14 +71,16 @@ class Workers:
         if deadline_s <= 0:
             raise UserError(f"simulator {name!r}: deadline_s must be positive, not {deadline_s:g}")
         if python is not None and ray is None and shutil.which(python) is None:
-            raise UserError(f"simulator {name!r}: there is no Python interpreter at {python}")
+            raise UserError(
+                f"simulator {name!r}: there is no Python interpreter at {python}; set python to the path of one"
+            )
         try:
             options = json.loads(json.dumps(dict(options)))
         except TypeError as error:
             raise UserError(f"simulator {name!r}: with workers, its options must be valid JSON: {error}") from error
         self.count, shares = count, np.array_split(np.arange(count), workers)
-        # of each row: the index of its worker, and its number in that worker
-        self._home = [(w, local) for w, share in enumerate(shares) for local in range(len(share))]
+        # for each row: the index of its worker, and its number in that worker
+        self._workers_and_rows = [(w, local) for w, share in enumerate(shares) for local in range(len(share))]
         recipe = {"name": name, "options": options}
         launch = make_launcher(name, python, ray)
         self._workers = [SimulatorWorker(recipe | {"count": len(share)}, deadline_s, launch) for share in shares]
@@ -109,31 +111,35 @@ class Workers:
 
     def shares(self, count: int) -> list[NDArray[np.int64]]:
         """Divides the rows into `count` shares by worker, so that different threads may step different shares."""
-        home = np.array([worker for worker, _ in self._home])
+        worker_of_row = np.array([worker for worker, _ in self._workers_and_rows])
         return [
-            np.flatnonzero(np.isin(home, workers)) for workers in np.array_split(np.arange(len(self._workers)), count)
+            np.flatnonzero(np.isin(worker_of_row, workers))
+            for workers in np.array_split(np.arange(len(self._workers)), count)
         ]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
-        def start(worker: SimulatorWorker, indices: list[int], local: list[int]) -> dict[str, Any]:
+        def reset_rows(worker: SimulatorWorker, indices: list[int], local: list[int]) -> dict[str, Any]:
+            """indices: positions in `rows`, `seeds` and `tasks`; local: the same rows as the worker numbers them."""
             fields = {"seeds": [int(seeds[i]) for i in indices], "tasks": [tasks[i] for i in indices]}
             reply = worker.ask("reset", rows=local, **fields)
             worker.instructions |= dict(zip(local, reply["instructions"], strict=True))
             return reply
 
-        return self._gather(rows, 0, {}, start)
+        return self._gather(rows, 0, {}, reset_rows)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
         def move(worker: SimulatorWorker, indices: list[int], local: list[int]) -> dict[str, Any]:
             return worker.ask("step", rows=local, actions=actions[indices])
 
-        homes = [self._home_of(row) for row in rows]
-        lost = {i: worker.fault for i, (worker, local) in enumerate(homes) if local not in worker.instructions}
+        workers_and_rows = [self._worker_and_row(row) for row in rows]
+        lost = {
+            i: worker.fault for i, (worker, local) in enumerate(workers_and_rows) if local not in worker.instructions
+        }
         errors = {i: SimulatorError(f"its worker was replaced: {fault}") for i, fault in lost.items()}
         return self._gather(rows, actions.shape[1], errors, move)
 
     def instruction(self, row: int) -> str:
-        worker, local = self._home_of(row)
+        worker, local = self._worker_and_row(row)
         return worker.instructions[local]
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
@@ -182,11 +188,11 @@ class Workers:
             out.restarts, self._reported_restarts = now - self._reported_restarts, now
         return out
 
-    def _home_of(self, row: int) -> tuple[SimulatorWorker, int]:
+    def _worker_and_row(self, row: int) -> tuple[SimulatorWorker, int]:
         """Returns the worker of a row, and the number of the row in that worker."""
         if not self._workers:
             raise UserError("these simulator workers were closed")
-        worker, local = self._home[row]
+        worker, local = self._workers_and_rows[row]
         return self._workers[worker], local
 
     def _each(
@@ -199,7 +205,7 @@ class Workers:
         that has some of the rows at `indices`."""
         shares: dict[SimulatorWorker, tuple[list[int], list[int]]] = {}
         for i in indices:
-            worker, local = self._home_of(rows[i])
+            worker, local = self._worker_and_row(rows[i])
             worker_indices, local_rows = shares.setdefault(worker, ([], []))
             worker_indices.append(i)
             local_rows.append(local)
@@ -211,7 +217,7 @@ class Workers:
 class SimulatorWorker:
     """A worker process with its rows. Construction starts it; the first request waits until it is ready.
 
-    instructions: of the rows with an episode in this process. fault: why the previous process was replaced.
+    instructions: those of the rows with an episode in this process. fault: why the previous process was replaced.
     """
 
     def __init__(self, recipe: dict[str, Any], deadline_s: float, launch: Launch):
@@ -237,7 +243,7 @@ class SimulatorWorker:
     def ask(self, kind: str, **fields: object) -> dict[str, Any]:
         """Returns the reply to a request. If the worker fails it is replaced, and SimulatorError is raised. Raises
         UserError if the simulator rejects the request."""
-        if (code := self.child.process.poll()) is not None:  # a reset can go on in the new process
+        if (code := self.child.process.poll()) is not None:  # a reset can continue in the new process
             self._replace(f"its process ended with {code}")
             if kind != "reset":
                 raise SimulatorError(self.fault)

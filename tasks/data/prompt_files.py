@@ -162,7 +162,7 @@ def _prompt(entry: TableEntry, prompt_id: str, field: str, check: Check | None) 
     for key, value in row.items():
         check_value(key, str(key))
         check_value(value, str(key))
-    text = text_of(row, field, hint="; task.data.prompt_field names another one")
+    text = text_of(row, field, hint="; set task.data.prompt_field to the right one")
     if check is not None:
         check(row, text)
     return Prompt(id=prompt_id, text=text, metadata={key: value for key, value in row.items() if key != field})

@@ -90,5 +90,8 @@ def evenly_spaced(frames: NDArray[np.uint8], max_frames: int) -> NDArray[np.uint
 def _episode_with_images(sample: Sample) -> Episode:
     episode = episode_of(sample)
     if episode.frames is None and not episode.lost:
-        raise UserError(f"the episode of prompt {sample.prompt.id!r} has no images, which the judge of success needs")
+        raise UserError(
+            f"the episode of prompt {sample.prompt.id!r} has no images, which the judge of success needs; use a "
+            "simulator that returns images"
+        )
     return episode

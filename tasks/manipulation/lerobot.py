@@ -71,7 +71,7 @@ def load(
     except (KeyError, TypeError, AttributeError) as error:  # the metadata of a feature or an episode are incomplete
         raise UserError(f"{folder}/meta: not a dataset in LeRobot's format: {type(error).__name__} {error}") from None
     if not dataset.episodes:
-        raise UserError(f"{folder}/meta lists no episodes")
+        raise UserError(f"{folder}/meta lists no episodes; copy the whole dataset")
     dataset.check(action_dim, state_dim, image_shape)
     episodes = {episode["episode_index"]: episode for episode in dataset.episodes}
     numbers = selection.select(folder, list(episodes), dataset.splits)
@@ -92,7 +92,7 @@ class _Dataset:
         info = _parsed(path, path.read_text())
         for key in ("codebase_version", "fps", "features", "data_path"):
             if not info.get(key):
-                raise UserError(f"{path} has no key {key}")
+                raise UserError(f"{path} has no key {key}, which LeRobot's formats 2.0 to 3.0 need")
         self.version = str(info["codebase_version"])
         if self.version not in ("v2.0", "v2.1", "v3.0"):
             raise UserError(f"{root}/meta/info.json: unknown version {self.version}; convert the dataset to v3.0")
@@ -165,13 +165,17 @@ class _Dataset:
         rows = self._episode_rows(file, number)
         if len(rows[self.action]) != length:
             raise UserError(
-                f"{file}: episode {number} has {len(rows[self.action])} rows, but {length} according to meta/"
+                f"{file}: episode {number} has {len(rows[self.action])} rows, but {length} according to meta/; copy "
+                "the dataset again"
             )
         for name in (self.state, self.action):
             if not np.isfinite(rows[name]).all():
                 raise UserError(f"{file}: {name} of episode {number} must hold finite numbers")
         if np.abs(rows["timestamp"] - np.arange(length) / self.fps).max() > 0.5 / self.fps:
-            raise UserError(f"{file}: the timestamps of episode {number} do not fit the dataset's fps={self.fps:g}")
+            raise UserError(
+                f"{file}: the timestamps of episode {number} do not fit the dataset's fps={self.fps:g}; correct fps "
+                "in meta/info.json"
+            )
         height, width = size
         camera_size = height, width // len(self.image_features)
         decoders = [self._decoder(camera, episode, file, camera_size) for camera in self.image_features]
@@ -212,7 +216,7 @@ class _Dataset:
         names = ["episode_index", "tasks", "length", "data/chunk_index", "data/file_index", *video_columns]
         files = sorted((self.root / "meta/episodes").glob("*/*.parquet"))
         if not files:
-            raise UserError(f"{self.root}/meta/episodes has no parquet file")
+            raise UserError(f"{self.root}/meta/episodes has no parquet file; copy the whole dataset")
         return [row for file in files for row in _table(file, names).to_pylist()]
 
     def _data_file(self, episode: dict[str, Any]) -> Path:
@@ -257,7 +261,9 @@ class _Dataset:
         if the dataset does not say where its videos are."""
         videos = [camera for camera in self.image_features if self.features[camera]["dtype"] == "video"]
         if videos and self.video_path is None:
-            raise UserError(f"{self.root}/meta/info.json has no key video_path, but the feature {videos[0]} is a video")
+            raise UserError(
+                f"{self.root}/meta/info.json has no key video_path, but the feature {videos[0]} is a video; add it"
+            )
         files = {self._video_file(camera, episode)[0] for camera in videos for episode in episodes}
         self._lengths.count(sorted(file for file in files if file.is_file()))
 
@@ -321,5 +327,5 @@ def _parsed(file: Path, text: str) -> dict[str, Any]:
 def _existing(file: Path) -> Path:
     """Returns the path. Raises UserError if there is no such file."""
     if not file.is_file():
-        raise UserError(f"task.demonstrations.path: {file} is missing")
+        raise UserError(f"task.demonstrations.path: {file} is missing; copy the whole dataset")
     return file

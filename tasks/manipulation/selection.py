@@ -33,8 +33,8 @@ class EpisodeSelection:
     def select(self, name: str, numbers: Sequence[int], splits: Mapping[str, Any]) -> list[int]:
         """Returns the selected episode numbers.
 
-        name: of the dataset, for messages. numbers: all of its episode numbers, ascending. splits: from the name of a
-        split to "FIRST:END", positions in `numbers`. Raises UserError for numbers and splits that do not exist.
+        name: that of the dataset, for messages. numbers: all of its episode numbers, ascending. splits: from the name
+        of a split to "FIRST:END", positions in `numbers`. Raises UserError for numbers and splits that do not exist.
         """
         in_split = self._in_split(name, numbers, splits)
         if self.episodes is None or isinstance(self.episodes, int):
@@ -76,7 +76,7 @@ class EpisodeSelection:
     def read_usable(self, name: str, episodes: Sequence[int], read: Callable[[int], Episode]) -> list[Episode]:
         """Reads episodes. Those for which `read` raises UserError are logged and left out.
 
-        name: of the dataset, for messages. episodes: their numbers. Raises UserError if more than the share
+        name: that of the dataset, for messages. episodes: their numbers. Raises UserError if more than the share
         `max_bad_share` is left out, or all are.
         """
         usable, bad = list[Episode](), list[str]()

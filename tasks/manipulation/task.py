@@ -112,7 +112,7 @@ class Manipulation:
 def judge_measures(name: str, judge: SuccessJudge, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Returns the success according to a judge, and whether the simulator's success differs from it, [sample] each.
     NaN if the judge gives no verdict, and for episodes without images, which a resumed evaluation has read from its
-    file. name: of the reward."""
+    file. name: that of the reward."""
     indices = [
         i for i, s in enumerate(samples) if s.episode is not None and (s.episode.lost or s.episode.frames is not None)
     ]
@@ -125,7 +125,7 @@ def judge_measures(name: str, judge: SuccessJudge, samples: Sequence[Sample]) ->
 
 
 class ShuffledInstructions:
-    """A simulator whose rows have the instruction of the next row that has another one."""
+    """A simulator in which each row has a different instruction than its own: that of one of the following rows."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
@@ -142,7 +142,8 @@ class ShuffledInstructions:
         return self.simulator.reset(rows, seeds, tasks)
 
     def instruction(self, row: int) -> str:
-        """Returns the instruction of the next started row that has another one; the row's own if all are the same."""
+        """Returns the first different instruction among the following started rows; the row's own if all have the
+        same."""
         instruction, position = self.simulator.instruction(row), self.started.index(row)
         others = [self.simulator.instruction(r) for r in self.started[position + 1 :] + self.started[:position]]
         return next((other for other in others if other != instruction), instruction)

@@ -59,7 +59,9 @@ class VideoLengths:
         if isinstance(frames, str):
             raise UserError(f"{file} cannot be read: {frames}")
         if frames is not None and frames < end:
-            raise UserError(f"{file} has {frames} frames, but {end} according to the dataset's meta/")
+            raise UserError(
+                f"{file} has {frames} frames, but {end} according to the dataset's meta/; copy the dataset again"
+            )
 
 
 def read_video(file: Path, first: int, num_frames: int, fps: float) -> NDArray[np.uint8]:
@@ -79,7 +81,10 @@ def read_video(file: Path, first: int, num_frames: int, fps: float) -> NDArray[n
     images = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames]
     if len(images) != num_frames:
         end = first + num_frames
-        raise UserError(f"{file} has {first + len(images)} frames, but {end} according to the dataset's meta/")
+        raise UserError(
+            f"{file} has {first + len(images)} frames, but {end} according to the dataset's meta/; copy the dataset "
+            "again"
+        )
     return np.stack(images)
 
 

@@ -15,7 +15,7 @@ TEXT = 32  # hidden size of the text encoder
 
 
 def build_moving_shapes(folder: str, seed: int) -> None:
-    """Writes a Wan for videos of 5 x 1 x 12 x 12, whose latents are 1 x 5 x 6 x 6.
+    """Writes a tiny WanPipeline for videos of 5 x 1 x 12 x 12, whose latents are 1 x 5 x 6 x 6.
 
     The whole video is one patch, and so one token. With one token for each frame so small a network does not learn in
     which direction something moves, since Wan's positions are relative; with a quarter of a frame for each token it

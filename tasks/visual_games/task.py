@@ -18,7 +18,8 @@ from mmrl.tasks.visual_games.settings import VisualGamesSettings
 
 
 class VisualGames:
-    """The task: training games, held-out games and rewards. seed: of the run; runs of other seeds play other games."""
+    """The task: training games, held-out games and rewards. seed: that of the run; runs of other seeds play other
+    games."""
 
     def __init__(self, settings: VisualGamesSettings, seed: int) -> None:
         self.environment = settings.game

@@ -67,7 +67,7 @@ def test_to_go_on_deliberately_is_said_once_and_recorded(folder, caplog):
     (folder / "eval.jsonl").write_text("four\n")
     accepting = tree(folder, "accept")
     check_data(folder, accepting)
-    assert "eval.jsonl has changed since" in caplog.text and "the run goes on" in caplog.text
+    assert "eval.jsonl has changed since" in caplog.text and "the run continues" in caplog.text
     record(folder, accepting)
     check_data(folder, tree(folder))
 

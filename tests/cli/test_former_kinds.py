@@ -140,7 +140,7 @@ def test_one_becomes_two_where_it_stood(former, now):
 def test_two_do_not_fit_where_there_is_room_for_one(terms):
     with pytest.raises(
         UserError,
-        match="^terms?: double_entropy became {type: likelihood, .* and {type: .* takes only one; write one of them$",
+        match="^terms?: double_entropy was replaced by {type: likelihood, .* and .* only one; write one of them$",
     ):
         with_current_names(f"algorithm: {{terms: {terms}}}")
 

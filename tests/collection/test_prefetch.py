@@ -120,7 +120,7 @@ def test_what_is_not_expected_any_more_is_not_kept(reader, path):
     reader.prefetch([0, 1, 2])
     first = reader[0]
     reader.prefetch([2, 3])
-    assert set(reader._coming) == {2, 3} and reader.encoded(first) is None
+    assert set(reader._futures) == {2, 3} and reader.encoded(first) is None
     same(reader[9], asked(path, 0)[9])  # was never expected
 
 

@@ -213,7 +213,7 @@ def test_a_server_that_keeps_silent_is_named_in_time(tmp_path):
         with pytest.raises(
             UserError,
             match=rf"server at http://127.0.0.1:{other.server_port} did not receive all weights that were broadcast "
-            r"within rollout.generator.timeout=5 s, only 0 parts; .* connect to 127.0.0.1:\d+$",
+            r"within rollout.generator.timeout=5 s, only 0 parts of them; .* connect to 127.0.0.1:\d+$",
         ):
             made.load(weights(0).items())
         assert 4.9 < time.monotonic() - started < 9

@@ -225,7 +225,7 @@ def test_a_template_that_loops_is_named(processor, monkeypatch):
     """transformers bounds one range, not ranges within each other."""
     monkeypatch.setattr(template_limits, "TEMPLATE_S", 0.5)
     loops = "{%- for i in range(99999) -%}{%- for k in range(99999) -%}{%- endfor -%}{%- endfor -%}"
-    with pytest.raises(UserError, match=r"model\.path=.*: its chat template has not come to an end in 0\.5 s"):
+    with pytest.raises(UserError, match=r"model\.path=.*: its chat template did not finish within 0\.5 s"):
         shown(processor, template(PARTS, first=loops))
 
 
@@ -267,7 +267,7 @@ def test_a_template_that_takes_gigabytes_is_named(processor, monkeypatch, bomb):
 
 def test_a_template_whose_text_is_too_long_is_named(processor):
     long = "{{ 'ab ' * 4000000 }}"
-    with pytest.raises(UserError, match=r"its chat template makes 1200\d{4} characters of a conversation; mend it"):
+    with pytest.raises(UserError, match=r"its chat template makes 1200\d{4} characters of a conversation; fix it"):
         shown(processor, template(PARTS, first=long))
     assert shown(processor, template(PARTS, first="{{ 'ab ' * 1000000 }}"))
 

@@ -53,7 +53,7 @@ def test_structural_similarity_of_flat_images():
 
 def test_what_can_not_be_compared_is_one_line(tmp_path):
     l1 = build("source_similarity")
-    with pytest.raises(UserError, match="prompt 'p' has no image, which source_similarity compares with"):
+    with pytest.raises(UserError, match="prompt 'p' has no image for source_similarity to compare with"):
         l1(Sample(Prompt("p", "x"), image=torch.zeros(3, 4, 4)))
     with pytest.raises(UserError, match="prompt 'p': its mask cannot be read"):
         l1(edited(mask=str(tmp_path / "none.png")))

@@ -252,7 +252,7 @@ def test_a_deterministic_step_is_no_decision():
         ({"kind": "euler"}, "unknown transition 'euler'; use one of ode, flow_sde"),
         ({"kind": "cps", "noise": 1.5}, "cps takes noise from 0 to 1, got 1.5"),
         ({"kind": "flow_sde", "noise": -0.1}, "takes noise of at least 0"),
-        ({"kind": "ode", "sigma_next": 0.5}, "sigmas must fall"),
+        ({"kind": "ode", "sigma_next": 0.5}, "sigmas must decrease"),
     ],
 )
 def test_bad_transitions(arguments, message):

@@ -53,9 +53,9 @@ def test_prompts_go_round_the_names_and_their_images_show_them():
 def placements():
     """All that may be shown, by name, whether it is mirrored and where its top left is; and how each looks, colours
     times opacity and opacity, [placement, 4, SIZE, SIZE]."""
-    side, room = named_images.THING, named_images.SIZE - named_images.THING
+    side, room = named_images.THING_SIZE, named_images.SIZE - named_images.THING_SIZE
     told, looks = [], []
-    for name, thing in enumerate(things(named_images.DRAWN, side)):
+    for name, thing in enumerate(things(named_images.GENERATOR_STYLE, side)):
         for top, left, mirrored in product(range(room + 1), range(room + 1), (False, True)):
             looks.append(torch.zeros(4, named_images.SIZE, named_images.SIZE))
             looks[-1][:, top : top + side, left : left + side] = thing.flip(-1) if mirrored else thing
@@ -95,8 +95,8 @@ def test_images_of_a_thing_differ_and_lie_in_gamut():
 
 
 def test_what_is_drawn_is_not_what_the_reward_learned():
-    assert named_images.JUDGES["second"] == named_images.DRAWN != named_images.JUDGES["reward"]
-    theirs, ours = (things(named_images.JUDGES[judge], named_images.THING) for judge in ("reward", "second"))
+    assert named_images.JUDGES["second"] == named_images.GENERATOR_STYLE != named_images.JUDGES["reward"]
+    theirs, ours = (things(named_images.JUDGES[judge], named_images.THING_SIZE) for judge in ("reward", "second"))
     assert (theirs - ours).abs().flatten(1).mean(1).min() > 0.01
 
 

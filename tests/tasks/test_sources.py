@@ -238,9 +238,9 @@ ROWS = {
     ),
     "question": (
         {"question": "?", "answer": "1"},
-        r"\(fields: question, answer\); task.data.problem_field names another",
+        r"\(fields: question, answer\); set task.data.problem_field to the right",
     ),
-    "label": ({"problem": "?", "label": "1"}, r"\(fields: problem, label\); task.data.answer_field names another"),
+    "label": ({"problem": "?", "label": "1"}, r"\(fields: problem, label\); set task.data.answer_field to the right"),
     "Images": ({"problem": "?", "answer": "1", "Images": ["0.png"]}, "is missing, but there is 'Images'"),
     "empty images": ({"problem": "?", "answer": "1", "images": None, "image": "0.png"}, "but there is 'image'"),
 }
@@ -265,7 +265,7 @@ def test_a_reason_that_many_rows_share_is_told_once(images):
     told = str(refused.value).partition("raise max_bad_share: ")[2].split("; ")
     assert told[0] == f"{path}, line 1: field 'problem' is missing (fields: question, answer)"
     assert told[1:] == [
-        "task.data.problem_field names another one (and 6 more like it)",
+        "set task.data.problem_field to the right one (and 6 more like it)",
         f"{path}, line 9: field 'problem' is empty",
     ]
 

@@ -131,7 +131,7 @@ def test_a_model_that_servers_do_not_know_is_named(tmp_path):
         describe=lambda path: (path / "config.json").write_text(json.dumps(config)) and None,
         gather=lambda value: [value],
     )
-    with pytest.raises(UserError, match="Nobodys.*installed are vLLM .* and transformers .*") as error:
+    with pytest.raises(UserError, match="Nobodys.*vLLM .* and transformers .* are installed") as error:
         made.load([("a", torch.ones(2))])
     made.close()
     assert "\n" not in str(error.value)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ViewAgreement(Transform):
     """A bonus for an answer by how often it occurs among answers to a view of the prompt, such as a mirrored image.
 
-    Words of the latter are swapped back first, such as left and right. No label is needed.
+    In answers to a mirrored image, words such as left and right are swapped first (`swaps`). No label is needed.
     """
 
     equation: ClassVar[str] = (

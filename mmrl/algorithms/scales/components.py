@@ -17,7 +17,8 @@ class Components(Choice):
     """A combination of several rewards to one advantage.
 
     A class of your own overrides one of two methods: `total` combines the rewards, `combine` their advantages. Common
-    arguments are rewards: [rollout, component], NaN where unknown; weights: [component]; names: of the components.
+    arguments are rewards: [rollout, component], NaN where unknown; weights: [component]; names: those of the
+    components.
     """
 
     title: ClassVar[str] = "components"

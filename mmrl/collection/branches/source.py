@@ -29,9 +29,9 @@ ENTROPY_BATCH = 8  # rollouts of one forward pass for entropies
 
 
 class Branches(ExtraSource):
-    """The responses of a group branch into a tree: further members keep the beginning of one and go on by themselves.
-    What they share is generated once, and decisions get credit as nodes of the tree. Where a group has too few points
-    to branch at, whole new responses join it."""
+    """The responses of a group branch into a tree: further members keep the beginning of one and continue it
+    independently. What they share is generated once, and decisions get credit as nodes of the tree. Where a group has
+    too few points to branch at, whole new responses join it."""
 
     equation: ClassVar[str] = (
         "`count` members o' = (o_<t, o'_>=t), o'_>=t drawn from pi(. | x, o_<t), at the points (o, t) that `at` ranks "
@@ -131,7 +131,7 @@ class Branches(ExtraSource):
         return points, seeds
 
     def _entropy(self, members: Rollouts) -> Tensor:
-        """Returns the entropy of each decision under the present weights, [rollout, decision]; 0 where the rule `at`
+        """Returns the entropy of each decision under the current weights, [rollout, decision]; 0 where the rule `at`
         does not need it."""
         import torch
 

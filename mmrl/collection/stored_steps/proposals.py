@@ -18,7 +18,7 @@ BELOW = -(1 << 49)  # group ids of proposals, below those of stored steps
 
 
 class ActionProposals(StoredSteps):
-    """Chunks of actions that the present policy samples at observations of its own earlier episodes, several for each
+    """Chunks of actions that the current policy samples at observations of its own earlier episodes, several for each
     observation. They are not executed; they are for the loss term `q_policy_gradient`. Each rank stores the episodes on
     disk, as `stored_steps` does."""
 

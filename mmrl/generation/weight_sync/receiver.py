@@ -65,8 +65,8 @@ class CopyWatch(TorchDispatchMode):
     """Mode in which copies are noted."""
 
     def __init__(self, before: CopyWatch | None = None, *, filled: bool = False) -> None:
-        """before: of the last time. filled: the engine was filled with `ramp`, or with what it gets now, when it was
-        made."""
+        """before: that of the last time. filled: the engine was filled with `ramp`, or with what it gets now, when it
+        was made."""
         super().__init__()
         self.filled = filled and before is None
         self.layouts: dict[str, Layout] = {} if before is None else before.layouts
@@ -113,13 +113,13 @@ class CopyWatch(TorchDispatchMode):
         name, memory = self.sources.get(_address(source), ("", None))
         if memory is not None and not memory.expired():
             if source.shape == target.shape:
-                self._landed(name, target, source)
+                self._record_part(name, target, source)
         elif _address(source) != _address(target) and _alike(source, target):
             for part in self._waiting(source):
                 part.settle(target)
             self.by_owner.pop(_address(source), None)
 
-    def _landed(self, name: str, target: Tensor, source: Tensor) -> None:
+    def _record_part(self, name: str, target: Tensor, source: Tensor) -> None:
         """Records the checksums of a part of tensor `name` at its source and where it was copied to."""
         view = _view(source)
         part = ReceivedPart(

@@ -220,7 +220,7 @@ class Broadcast:
                 if isinstance(error, (RuntimeError, LOST)) and time.monotonic() < until:
                     raise
                 # Requests and gloo have the same limit, and may be the first to say so
-                raise UserError(self._late(group, servers, firsts, base, receiving)) from None
+                raise UserError(self._timeout_message(group, servers, firsts, base, receiving)) from None
             finally:
                 if not all(future.done() and future.exception() is None for future in receiving):
                     for number in (sent, sent + 1):  # a member may have the last bucket already
@@ -239,7 +239,7 @@ class Broadcast:
             time.sleep(10 * nccl.POLL)
         group.form()
 
-    def _late(
+    def _timeout_message(
         self,
         group: BroadcastGroup,
         servers: Sequence[Server],
@@ -247,17 +247,17 @@ class Broadcast:
         base: str,
         receiving: Sequence[Any],
     ) -> str:
-        """Returns the message of a timeout, which names the server that is furthest behind: whose request (`receiving`)
-        is not done, then which has not joined the group, then which has read the fewest buckets. firsts: the rank of
-        each server's first GPU in the group."""
+        """Returns the error message of a timeout. It names the server that is furthest behind: one whose request
+        (`receiving`) is not done; of several such, one that has not joined the group; of several such, the one that
+        has read the fewest buckets. firsts: the rank of each server's first GPU in the group."""
         reached = [nccl.reached(group, base, first) for first in firsts]
         absent = set(group.absent())
         behind = min(range(len(servers)), key=lambda i: (receiving[i].done(), firsts[i] not in absent, reached[i]))
         meeting = f"{group.rendezvous.host}:{group.rendezvous.port}"
         return (
             f"the vLLM server at {servers[behind].address} did not receive all weights that were broadcast within "
-            f"rollout.generator.timeout={self.timeout:g} s, only {reached[behind]} parts; check that it is running, "
-            f"and that its host can connect to {meeting}"
+            f"rollout.generator.timeout={self.timeout:g} s, only {reached[behind]} parts of them; check that it is "
+            f"running, and that its host can connect to {meeting}"
         )
 
     def _drop(self, group: BroadcastGroup | None) -> None:

@@ -91,7 +91,7 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
         return self
 
     def keeps_predictions(self, dtype: str) -> bool:
-        """Returns whether rollouts keep the predictions of sampling. dtype: of the network's weights."""
+        """Returns whether rollouts keep the predictions of sampling. dtype: that of the network's weights."""
         if self.branching or self.shared_states:
             return False
         return self.old == "sampled" or (self.old is None and dtype == "float32")

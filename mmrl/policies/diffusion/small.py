@@ -291,7 +291,7 @@ def network(config: SmallDiffusionConfig) -> nn.Module:
 
 
 def create(folder: Path, config: SmallDiffusionConfig, seed: int) -> None:
-    """Writes a model with random weights. seed: of the weights."""
+    """Writes a model with random weights. seed: that of the weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         write(folder, config, network(config).state_dict())
@@ -305,7 +305,7 @@ def write(folder: Path, config: SmallDiffusionConfig, state: dict[str, Tensor]) 
 
 
 def load(folder: Path, *, dtype: str) -> SmallFamily:
-    """Loads a small model from its folder. dtype: of the weights, as "float32"."""
+    """Loads a small model from its folder. dtype: that of the weights, as "float32"."""
     config = SmallDiffusionConfig(**json.loads((folder / CONFIG).read_text()))
     module = network(config)
     module.load_state_dict(load_file(folder / WEIGHTS))

@@ -93,7 +93,7 @@ def convert(folder: Path, out: Path) -> Path:
     return out
 
 
-def is_published(folder: Path) -> bool:
+def can_convert(folder: Path) -> bool:
     """Returns whether a folder holds a model of a type that `convert` converts."""
     try:
         return json.loads((folder / "config.json").read_text()).get("model_type") in CONVERSIONS

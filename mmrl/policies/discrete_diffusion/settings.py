@@ -43,8 +43,8 @@ class Order(Choice):
     def scores(self, token_logp: Tensor, entropy: Tensor, uniform: Tensor) -> Tensor:
         """Returns scores [row, position]; masked positions with higher scores are filled first.
 
-        token_logp: log-probability of the token that was sampled for a position; entropy: of the distribution there;
-        uniform: random numbers in [0, 1). Each is [row, position].
+        token_logp: log-probability of the token that was sampled for a position; entropy: that of the distribution
+        there; uniform: random numbers in [0, 1). Each is [row, position].
         """
 
 
@@ -120,7 +120,7 @@ class MaskedLikelihood(Choice):
     def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
         """Returns the partly masked copies of one rollout in which the model scores its response.
 
-        seed: of the rollout. prompt_length: in tokens. steps: [position] int64, the sampling step that filled each
+        seed: that of the rollout. prompt_length: in tokens. steps: [position] int64, the sampling step that filled each
         position of the response. num_steps: sampling steps of a rollout.
         """
 

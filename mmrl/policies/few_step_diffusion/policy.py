@@ -129,7 +129,7 @@ class FewStepPolicy:
     @torch.no_grad()
     def _target(self, x: Tensor, point: Tensor, inputs: Sequence[ConditionInputs]) -> Tensor:
         """Returns the prediction [n, ...] with which one student step from latents x [n, ...] ends where `stride` steps
-        of the model do. point: indices [n] of noise levels in the student's grid; inputs: of the prompts."""
+        of the model do. point: indices [n] of noise levels in the student's grid; inputs: those of the prompts."""
         no_windows: list[list[int]] = [[]] * len(x)
         start = (point * self.stride).tolist()
         stop = [first + self.stride for first in start]

@@ -30,7 +30,7 @@ class Shared(Critic):
     needs_prefix = True
 
     def __init__(self, settings: SharedCritic, width: int, state_dim: int) -> None:
-        """width: of the backbone."""
+        """width: that of the backbone."""
         super().__init__()
         sizes, layers = [width + state_dim, *[settings.width] * settings.layers], list[nn.Module]()
         for in_features, out_features in zip(sizes[:-1], sizes[1:], strict=True):
@@ -60,8 +60,8 @@ class Separate(Critic):
 
 
 def build(settings: CriticSettings, width: int, state_dim: int) -> Critic:
-    """Builds a critic. width: of the backbone. Raises UserError for a type that these policies do not support, and for
-    a critic of a state that the simulator does not have."""
+    """Builds a critic. width: that of the backbone. Raises UserError for a type that these policies do not support, and
+    for a critic of a state that the simulator does not have."""
     if isinstance(settings, SharedCritic):
         return Shared(settings, width, state_dim)
     if not isinstance(settings, SeparateCritic):

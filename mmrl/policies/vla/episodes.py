@@ -131,8 +131,8 @@ def mean_or_nan(numbers: Sequence[float]) -> float:
 def make_step_record(
     observations: Observation, actions: NDArray[np.float32], i: int, step: Step, row: int
 ) -> StepRecord:
-    """Builds the record of row i of a policy call. observations: of the call; actions: [row, chunk, action], in the
-    robot's units; step: the simulator's result; row: of the simulator."""
+    """Builds the record of row i of a policy call. observations: those of the call; actions: [row, chunk, action], in
+    the robot's units; step: the simulator's result; row: that of the simulator."""
     return StepRecord(
         observations.select([i]),
         actions[i],

@@ -252,7 +252,7 @@ def _check_not_openvla(path: str, action: Actions) -> None:
     if action.head.bidirectional:
         head, head_key = action.head.checkpoint_head, _head_key(action.head)
         key = "decoding=bidirectional" if isinstance(head, TokenActions) else f"type={head.type}"
-        raise UserError(f"{head_key}.{key} is for OpenVLA-OFT, which model.path={path} is not; use another one")
+        raise UserError(f"{head_key}.{key} is for OpenVLA-OFT, which model.path={path} is not; choose another")
 
 
 def _head_key(head: ActionHead) -> str:
@@ -418,9 +418,9 @@ def _check_shape(folder: Path, saved: dict[str, Any], action: Actions, becomes_b
 
 
 def _saved_and_present(key: str, saved: dict[str, Any], head: ActionHead) -> list[tuple[str, Any, Any]]:
-    """Returns (key, saved value, present value) of the options that a head's weights depend on, then of its base's.
+    """Returns (key, saved value, current value) of the options that a head's weights depend on, then of its base's.
 
-    key: of the head's section; saved: that section as it was saved."""
+    key: that of the head's section; saved: that section as it was saved."""
     values = [(f"{key}.{name}", saved.get(name), plain(head)[name]) for name in ("type", *head.architecture_keys)]
     if head.checkpoint_head is not head:
         values += _saved_and_present(f"{key}.base", saved.get("base", {}), head.checkpoint_head)

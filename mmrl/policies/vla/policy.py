@@ -369,7 +369,7 @@ class VisionLanguageActionPolicy:
         self, starts: Sequence[Prompt], seeds: Sequence[int], group_seeds: Sequence[int], options: PlayOptions
     ) -> list[EpisodeRecord]:
         """Plays an episode from each start. When the episode in a row of the simulator ends, the row gets the next
-        start. The network runs for the rows whose episodes go on. seeds, group_seeds: one for each start."""
+        start. The network runs for the rows whose episodes continue. seeds, group_seeds: one for each start."""
         sim, head, critic = self.sim, self.module.head, self.module.critic
         records = [EpisodeRecord(prompt, samples_latents=head.samples_latents) for prompt in starts]
         episode_of_row = list(range(min(len(sim), len(starts))))

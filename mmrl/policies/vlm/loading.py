@@ -230,7 +230,7 @@ def adapt(model: nn.Module, path: str, *, freeze: Sequence[str], lora: LoRA | No
         options: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
         try:
             model = peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=lora.peft_init))
-        except ValueError as error:  # cut, because its text goes on with the class and the files of the model
+        except ValueError as error:  # cut, because its text continues with the class and the files of the model
             raise UserError(
                 f"model.lora.targets={lora.targets} fit no module of the model ({error!s:.120}); name linear layers, "
                 "or set all-linear"

@@ -207,8 +207,8 @@ class VisionLanguagePolicy:
 
         model: `self.module`, or the engine that wraps it. Tokens whose experts were recorded are routed to the same
         experts. reference: `model` is the reference, which always routes by its own router: with the experts of the
-        policy, its likelihoods would not be its own, and the KL would miss changes of the router. padding_side: of the
-        batch; it does not change the result.
+        policy, its likelihoods would not be its own, and the KL would miss changes of the router. padding_side: that of
+        the batch; it does not change the result.
         """
         return self.likelihoods.replay(rollouts, model, reference=reference, padding_side=padding_side)
 

@@ -139,9 +139,9 @@ def read(
 ) -> list[RolloutTokens]:
     """Encodes texts, images and videos by the processor, as rollouts with empty responses.
 
-    texts: with one placeholder per image or video, in the order of `images[i]`, then `videos[i]`. names: of the texts,
-    for error messages. inside: the texts continue a prompt, so no special tokens are added. Raises UserError if the
-    processor refuses a text.
+    texts: with one placeholder per image or video, in the order of `images[i]`, then `videos[i]`. names: those of the
+    texts, for error messages. inside: the texts continue a prompt, so no special tokens are added. Raises UserError if
+    the processor refuses a text.
 
     Texts whose images and videos have equal sizes go through the processor together: its outputs can then be split
     evenly, in every model family.

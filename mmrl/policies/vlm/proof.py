@@ -92,7 +92,7 @@ class GapLimit:
     gap, which measures the rounding of this model and engine."""
 
     def __init__(self, limit: float | None, dtype: torch.dtype) -> None:
-        """limit: rollout.generator.probe_limit. dtype: of the model."""
+        """limit: rollout.generator.probe_limit. dtype: that of the model."""
         self.min_limit, start = LIMITS[dtype]
         self.calibrated = limit is not None
         self.value = start if limit is None else limit

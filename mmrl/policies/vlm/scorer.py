@@ -120,12 +120,12 @@ class TokenScorer(nn.Module):
         decision if there is a critic, then the logp of `others` if given. All are fp32, [decision], the last one
         [decision, k].
 
-        inputs: of the model, with input_ids [row, length]. continuations: inputs are then prompts, rows are responses,
-        and column 0 is the last token of the prompt. row, column, targets: [decision]; token targets[i] is predicted
-        at position column[i] of row row[i]. chunks: passes through an output layer that cannot be fused, under ZeRO-3
-        the same number on every rank; None: as many as this rank needs. temperature: one number, or [decision].
-        others: ids of alternative tokens, [decision, k], or [k] for all decisions. count: if above 0, only the ids of
-        the `count` likeliest tokens are returned, [decision, count]. packs: the decoder skips padding.
+        inputs: those of the model, with input_ids [row, length]. continuations: inputs are then prompts, rows are
+        responses, and column 0 is the last token of the prompt. row, column, targets: [decision]; token targets[i] is
+        predicted at position column[i] of row row[i]. chunks: passes through an output layer that cannot be fused,
+        under ZeRO-3 the same number on every rank; None: as many as this rank needs. temperature: one number, or
+        [decision]. others: ids of alternative tokens, [decision, k], or [k] for all decisions. count: if above 0, only
+        the ids of the `count` likeliest tokens are returned, [decision, count]. packs: the decoder skips padding.
         """
         core = transformers_model(self.model)
         if continuations is None:

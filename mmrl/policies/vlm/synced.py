@@ -51,8 +51,8 @@ class Synced:
     ) -> None:
         """All ranks must call each method together, except `close`.
 
-        gather: returns the values of all ranks. limit: of the gap in log-probabilities, see `GapLimit`; None: by the
-        first gap. adapters: send the base weights once and then only the LoRA. checksums: compare checksums.
+        gather: returns the values of all ranks. limit: that of the gap in log-probabilities, see `GapLimit`; None: by
+        the first gap. adapters: send the base weights once and then only the LoRA. checksums: compare checksums.
         """
         self.adapters, self.has_base = adapters, False
         self.policy, self.engine, self.probes, self.gather = policy, engine, list(probes), gather

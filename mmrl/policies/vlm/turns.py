@@ -301,7 +301,9 @@ class Conversations:
         first, flat = sample.prompt.messages, [message for observation in observations for message in observation]
         changed = change(replace(sample.prompt, messages=(*first, *flat))).messages[len(first) :]
         if len(changed) != len(flat):
-            raise UserError(f"a view of prompt {sample.prompt.id} changed the number of its messages; it must not")
+            raise UserError(
+                f"a view of prompt {sample.prompt.id} changed the number of its messages; make it keep their number"
+            )
         changed_messages, parts = iter(changed), []
         names = [f"an observation after prompt {sample.prompt.id}"]
         for observation in observations:
@@ -309,7 +311,8 @@ class Conversations:
             old_images = [image for message in observation for image in message.images]
             if [image.size for image in images] != [image.size for image in old_images]:
                 raise UserError(
-                    f"a view of prompt {sample.prompt.id} changed the number or the size of its images; it must not"
+                    f"a view of prompt {sample.prompt.id} changed the number or the size of its images; make it "
+                    "keep both"
                 )
             if images:
                 text = between(self.processor, first, observation, "")

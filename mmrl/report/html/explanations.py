@@ -47,7 +47,7 @@ EXPLANATIONS = {
     "episode/return": "sum of the simulator's rewards over an episode, mean over the step's episodes",
     "episode/*": "mean over the step's episodes",
     "environment/lost": "conversations that were lost to a failing environment",
-    "control/*": "present value of this option, which follows a schedule or a metric",
+    "control/*": "current value of this option, which follows a schedule or a metric",
     "critic/error": "mean squared error of the critic's values",
 }
 

@@ -20,7 +20,7 @@ from mmrl.runtime.progress import duration_text
 
 @dataclass(frozen=True)
 class Chapter:
-    """The part of the report about one run. color: of its curves. paragraph: a summary in words."""
+    """The part of the report about one run. color: that of its curves. paragraph: a summary in words."""
 
     run: RunRecord
     color: str

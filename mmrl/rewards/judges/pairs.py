@@ -51,5 +51,5 @@ def prompt_image(sample: Sample, role: str) -> Image.Image:
     """Returns the prompt's first image. role: what it is used for, for the message. Raises UserError if there is
     none."""
     if not sample.prompt.images:
-        raise UserError(f"prompt {sample.prompt.id!r} has no image {role}")
+        raise UserError(f"prompt {sample.prompt.id!r} has no image {role}; add one to its row")
     return sample.prompt.images[0]

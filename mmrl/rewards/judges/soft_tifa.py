@@ -66,7 +66,8 @@ class SoftTifa(JudgeReward):
         valid = isinstance(rows, list | tuple) and all(isinstance(row, list | tuple) and len(row) == 2 for row in rows)
         if not rows or not valid:
             raise UserError(
-                f"prompt {sample.prompt.id!r} has no list of [question, answer] in its metadata as {self.key!r}"
+                f"prompt {sample.prompt.id!r} has no list of [question, answer] in its metadata as {self.key!r}; add "
+                "one to its row"
             )
         return [(str(question), str(answer).strip().lower()) for question, answer in rows]
 

@@ -146,7 +146,8 @@ class RubricJudge(TextJudge):
         criteria = sample.prompt.metadata.get(self.criteria_key or "")
         if not criteria:
             raise UserError(
-                f"prompt {sample.prompt.id!r}: its metadata has no criteria at the key {self.criteria_key!r}"
+                f"prompt {sample.prompt.id!r}: its metadata has no criteria at the key {self.criteria_key!r}; add "
+                "them to its row"
             )
         return _with_weights(criteria)
 

@@ -130,7 +130,7 @@ def _marker_text(entry: CatalogueEntry) -> str:
 
 
 def _is_complete(environment: Path, entry: CatalogueEntry) -> bool:
-    """Returns whether the environment was installed to the end, with the present list of packages."""
+    """Returns whether the environment was installed to the end, with the current list of packages."""
     marker = environment / MARKER
     return marker.is_file() and marker.read_text() == _marker_text(entry) and interpreter(environment).exists()
 
@@ -150,7 +150,7 @@ def _locked(environment: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
-            raise UserError(f"another process is installing {environment}; wait for its end") from None
+            raise UserError(f"another process is installing {environment}; wait until it has finished") from None
         yield
 
 
@@ -158,7 +158,7 @@ def _create(environment: Path) -> None:
     """Makes an empty environment in place of an incomplete one. Raises UserError if something else is there, or it
     cannot be written."""
     if environment.exists() and not (environment / "pyvenv.cfg").exists() and any(environment.iterdir()):
-        raise UserError(f"{environment} is there and is no environment; choose another --folder or remove it")
+        raise UserError(f"{environment} exists but is not a Python environment; remove it, or choose another --folder")
     try:
         venv.EnvBuilder(clear=True, symlinks=True, with_pip=True).create(environment)
     except OSError as error:

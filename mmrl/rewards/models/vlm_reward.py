@@ -111,7 +111,9 @@ class VlmReward:
             media = []
             if self.source:
                 if not sample.prompt.images:
-                    raise UserError(f"prompt {sample.prompt.id!r} has no image, which source: true needs")
+                    raise UserError(
+                        f"prompt {sample.prompt.id!r} has no image, which source: true needs; add one to its row"
+                    )
                 images.append(sample.prompt.images[0].convert("RGB"))
                 media.append("image")
             if sample.frames is None:

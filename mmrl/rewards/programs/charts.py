@@ -78,7 +78,7 @@ class ChartCode(ProgramReward):
         program, or whose program draws nothing."""
         sources = {str(prompt.answer): prompt for prompt in prompts if prompt.answer is not None}
         if lacking := next((prompt for prompt in prompts if prompt.answer is None), None):
-            raise UserError(f"prompt {lacking.id!r} has no answer, the reference program that weights.elements needs")
+            raise UserError(f"prompt {lacking.id!r} has no answer; weights.elements needs one, the reference program")
         missing = [source for source in sources if source not in self._golds]
         for source, answer in zip(missing, self.runner.run([{"source": source} for source in missing]), strict=True):
             if "failed" in answer:
@@ -125,7 +125,7 @@ class SvgCode(ProgramReward):
 def target_image(prompt: Prompt) -> Tensor:
     """Returns the prompt's first image, [3, height, width] in 0..1. Raises UserError if there is none."""
     if not prompt.images:
-        raise UserError(f"prompt {prompt.id!r} has no image, with which the drawing is compared")
+        raise UserError(f"prompt {prompt.id!r} has no image to compare the drawing with; add one to its row")
     return _tensor(prompt.images[0].convert("RGB"))
 
 
@@ -145,8 +145,8 @@ def similarity(image: Image.Image, target: Tensor, measure: Callable[[Tensor, Te
 def elements_f1(elements: object, gold: Mapping[str, Sequence[str]]) -> float:
     """Returns the mean over kinds of elements (texts, marks, ...) of the F1 between a chart's and the gold chart's.
 
-    Kinds that the gold chart lacks are left out. elements: of the program's chart; anything but a dict of lists of
-    strings scores 0.
+    Kinds that the gold chart lacks are left out. elements: those of the program's chart; anything but a dict of lists
+    of strings scores 0.
     """
     if not isinstance(elements, Mapping):
         return 0.0

@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
             values = self.server.rewards.score(samples, group)[:, 0].tolist()
         except UserError as error:
             return 422, {"error": str(error)}
-        except Exception as error:  # it is reported to the caller, and the server goes on
+        except Exception as error:  # it is reported to the caller, and the server continues
             _log.exception("the reward failed")
             return 500, {"error": repr(error)}
         answer: dict[str, Any] = {"scores": [None if math.isnan(value) else value for value in values]}

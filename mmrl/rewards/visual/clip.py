@@ -154,8 +154,9 @@ def pickscore(*, model: str, processor: str | None = None, scale: float = 1.0, d
     """Builds the PickScore reward, exp(logit_scale) cos(E_image(image), E_text(prompt)) / scale (Kirstain et al. 2023,
     arXiv:2305.01569).
 
-    model: a folder or hub name for transformers, such as yuvalkirstain/PickScore_v1. processor: of the preprocessing,
-    if it is elsewhere, such as laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: Flow-GRPO uses 26, for scores near 1.
+    model: a folder or hub name for transformers, such as yuvalkirstain/PickScore_v1. processor: that of the
+    preprocessing, if it is elsewhere, such as laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: Flow-GRPO uses 26, for
+    scores near 1.
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")

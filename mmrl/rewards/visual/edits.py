@@ -55,7 +55,9 @@ def source_image(sample: Sample, shape: Sequence[int]) -> Tensor:
     """Returns the prompt's first image, scaled to `shape` [channel, height, width], in 0..1. Raises UserError if there
     is none."""
     if not sample.prompt.images:
-        raise UserError(f"prompt {sample.prompt.id!r} has no image, which source_similarity compares with")
+        raise UserError(
+            f"prompt {sample.prompt.id!r} has no image for source_similarity to compare with; add one to its row"
+        )
     image = sample.prompt.images[0].convert("RGB" if shape[0] == 3 else "L")
     size = (shape[2], shape[1])
     return pil_to_tensor(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)) / 255

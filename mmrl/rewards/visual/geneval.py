@@ -91,7 +91,8 @@ class GenEval:
 def checks(objects: Sequence[DetectedObject], image: Image.Image, metadata: Mapping[str, Any]) -> dict[str, bool]:
     """Returns the checks of a prompt by name ("0 object", "0 color", "1 position", "exclude 0"), True if passed.
 
-    metadata: of the prompt, with `include` and `exclude`. A missing object fails its color and position checks too.
+    metadata: that of the prompt, with `include` and `exclude`. A missing object fails its color and position checks
+    too.
     """
     boxes = {
         item["class"]: [detected.box for detected in objects if detected.label == item["class"]][:MAX_OBJECTS]

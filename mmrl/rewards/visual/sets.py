@@ -67,7 +67,8 @@ class SetDistance:
         wrong = next((image for image in images if tuple(image.shape) != self._size), None)
         if wrong is not None:
             raise UserError(
-                f"an image of shape {list(wrong.shape)} cannot be compared with reference images of {list(self._size)}"
+                f"an image of shape {list(wrong.shape)} cannot be compared with reference images of "
+                f"{list(self._size)}; use some of the same size"
             )
         if len(samples) < 2:
             raise UserError("a distance between sets of images (fid, kid) needs at least two images in a batch")

@@ -54,8 +54,8 @@ class StepReturns(Section):
 
 
 def check_returns(key: str, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError for the first recorded step whose prompt does not say what its episode earned. key: of the part
-    of the configuration that learns from it."""
+    """Raises UserError for the first recorded step whose prompt does not say what its episode earned. key: the key of
+    the part of the configuration that learns from it."""
     from mmrl.errors import UserError
 
     for prompt in prompts:

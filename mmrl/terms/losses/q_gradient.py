@@ -34,7 +34,7 @@ class EntropyBonus(Section):
 
 
 class SoftQFunctions(QNetworks):
-    """Q networks with target networks, whose targets bootstrap from the present policy's own actions and entropy."""
+    """Q networks with target networks, whose targets bootstrap from the current policy's own actions and entropy."""
 
     entropy: EntropyBonus | None = option(EntropyBonus(), "bonus for entropy; null: none")
 
@@ -51,7 +51,7 @@ class QGradient(Term):
     rollout.extras=[action_proposals] it goes with action heads that cannot score recorded actions too."""
 
     equation: ClassVar[str] = (
-        "coefficient (temperature log pi(a | s) - min_i Q_i(s, a)), a = a(s, noise) of the present policy, s recorded; "
+        "coefficient (temperature log pi(a | s) - min_i Q_i(s, a)), a = a(s, noise) of the current policy, s recorded; "
         "Q_i: (r + gamma^k (min_j Q'_j(s', a') - temperature log pi(a' | s')) - Q_i(s, a))^2"
     )
     source: ClassVar[str] = (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class QNetworks(Section):
     """Q networks with target networks, which learn beside the policy from its features. Their targets bootstrap from
-    the present policy's own actions."""
+    the current policy's own actions."""
 
     members: int = option(2, "Q networks, of which the least counts", ge=1)
     width: int = option(256, "of the two hidden layers of each network", ge=1)
@@ -61,11 +61,11 @@ class QFunctions(QNetworks):
 
 
 class PolicyQFunctions(QFunctions):
-    """Q networks with target networks, whose targets bootstrap from V or from the present policy's own actions."""
+    """Q networks with target networks, whose targets bootstrap from V or from the current policy's own actions."""
 
     target: Literal["value", "next_action"] = option(
         "value",
-        "what targets bootstrap from. value: V; next_action: the least Q of a chunk that the present policy samples at "
+        "what targets bootstrap from. value: V; next_action: the least Q of a chunk that the current policy samples at "
         "the next observation",
     )
 

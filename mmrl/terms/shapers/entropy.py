@@ -32,7 +32,7 @@ class AdvantageBonus(Choice):
 
     @abstractmethod
     def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Computes the bonus, [rollout, decision]. advantages: of this rank's rollouts without it, [rollout,
+        """Computes the bonus, [rollout, decision]. advantages: those of this rank's rollouts without it, [rollout,
         decision]."""
 
 

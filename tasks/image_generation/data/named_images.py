@@ -23,7 +23,7 @@ from mmrl.rollouts import Prompt, Sample
 from mmrl.tasks.data.named_images import images as icons
 from mmrl.tasks.image_generation.data.images import stack_images
 
-SIZE, THING = 16, 14  # pixels along a side of an image, and of the thing in it
+SIZE, THING_SIZE = 16, 14  # pixels along a side of an image, and of the thing in it
 NAMES = (
     "banana", "basketball", "bear", "candle", "cloud", "door", "dress", "fish", "flamingo", "glasses", "guitar",
     "key", "lion", "pencil", "rainbow", "rooster", "scroll", "shamrock", "star", "sunflower", "taxi", "tractor",
@@ -39,7 +39,7 @@ Split = Literal["train", "heldout"]
 BACKGROUND = (0.65, 1.0)  # minimum and maximum of each channel of the background
 Judge = Literal["reward", "second"]
 JUDGES: dict[str, icons.Style] = {"reward": "fluent", "second": "noto"}  # the style that each is trained on
-DRAWN: icons.Style = "noto"  # the style of the generator's training images
+GENERATOR_STYLE: icons.Style = "noto"  # the style of the generator's training images
 
 
 def texts(split: str, name: str) -> list[str]:
@@ -64,11 +64,11 @@ def _resize(plane: np.ndarray, side: int) -> Tensor:
 
 def draw(name: int, rng: np.random.Generator) -> Tensor:
     """Draws a random image of a thing, [3, SIZE, SIZE] float32, 0 to 1. name: its index in NAMES."""
-    thing = things(DRAWN, THING)[name]
+    thing = things(GENERATOR_STYLE, THING_SIZE)[name]  # premultiplied RGB and opacity
     if rng.random() < 0.5:
         thing = thing.flip(-1)
-    top, left = rng.integers(SIZE - THING + 1, size=2).tolist()
-    margin = SIZE - THING
+    top, left = rng.integers(SIZE - THING_SIZE + 1, size=2).tolist()
+    margin = SIZE - THING_SIZE
     placed = F.pad(thing, (left, margin - left, top, margin - top))
     background = torch.from_numpy(rng.uniform(*BACKGROUND, size=(3, 1, 1)).astype(np.float32))
     return placed[:3] + background * (1 - placed[3:])

@@ -108,7 +108,7 @@ class ConversationFields:
             fields = ", ".join(map(str, row)) or "none"
             raise RowError(
                 f"field {self.messages!r} must be a list of messages (fields: {fields}); "
-                "task.data.messages_field names another one"
+                "set task.data.messages_field to the right one"
             )
         self._schemas(row)
         images = row.get(self.images)

@@ -165,7 +165,7 @@ class Fields:
         hint = ""
         if not num_references and field not in row:
             key = {MARKER: "image_field", VIDEO_MARKER: "video_field"}[marker]
-            hint = f" (fields: {', '.join(map(str, row))}); task.data.{key} names another one"
+            hint = f" (fields: {', '.join(map(str, row))}); set task.data.{key} to the right one"
         raise RowError(
             f"field {self.problem!r} has {num_markers} {marker} markers, field {field!r} has {num_references} "
             f"{plural}{hint}"
@@ -177,7 +177,7 @@ class Fields:
         value = value_of(row, name)
         if value is None and name not in row:
             fields = ", ".join(map(str, row)) or "none"
-            raise RowError(f"field {name!r} is missing (fields: {fields}); task.data.{key} names another one")
+            raise RowError(f"field {name!r} is missing (fields: {fields}); set task.data.{key} to the right one")
         empty_list = value == [] and name != self.answer  # the answer [] is valid: there is nothing to find
         if value is None or empty_list or (isinstance(value, str) and not value.strip()):
             raise RowError(f"field {name!r} is empty")

@@ -72,7 +72,7 @@ def load_language_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 def build(path: str | Path, seed: int = 0) -> None:
     """Writes model, processor and generation config to a folder that transformers' Auto classes load offline.
 
-    seed: of the vision encoder's random weights; torch's global generator is left as it was. Raises UserError as
+    seed: that of the vision encoder's random weights; torch's global generator is left as it was. Raises UserError as
     `load_language_model`.
     """
     language, tokenizer = load_language_model()

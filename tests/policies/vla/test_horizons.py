@@ -90,9 +90,9 @@ def test_horizons_are_powers_of_two_unless_they_are_named(make):
     [
         ([1, 2], "horizons must end with action.chunk=4, .*ends with 2"),
         ([1, 8], "horizons must end with action.chunk=4, .*ends with 8"),
-        ([2, 1, 4], r"horizons must rise from 1 or more, got \[2, 1, 4\]"),
-        ([0, 4], r"horizons must rise from 1 or more, got \[0, 4\]"),
-        ([2, 2, 4], r"horizons must rise from 1 or more, got \[2, 2, 4\]"),
+        ([2, 1, 4], r"horizons must be strictly increasing and at least 1, not \[2, 1, 4\]"),
+        ([0, 4], r"horizons must be strictly increasing and at least 1, not \[0, 4\]"),
+        ([2, 2, 4], r"horizons must be strictly increasing and at least 1, not \[2, 2, 4\]"),
         ([], "horizons"),
     ],
 )

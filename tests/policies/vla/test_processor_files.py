@@ -99,9 +99,9 @@ def test_one_of_several_groups_is_chosen(tmp_path, key):
     [
         (
             "action",
-            "has no mean and std of observation.state, .*it holds action.mean, action.std",
+            "has no mean and std of observation.state; .*it holds action.mean, action.std",
         ),
-        ("observation.state", "has no mean and std of action, without which LeRobot would not normalise"),
+        ("observation.state", "has no mean and std of action; LeRobot needs them to normalise"),
         ("action.mean", "has no mean and std of observation.state.*it holds action.mean. Set action.statistics"),
         ("nothing", "it holds nothing"),
     ],

@@ -138,9 +138,9 @@ def test_what_the_words_look_for_by_hand(codes):
     read(backbone, codes)
     words = backbone.embeddings.weight[[2, 1]]  # "from go", the second board's words
     told = torch.cat([weights[0] * words[0] + weights[1] * words[1] for weights in net.weights])
-    sought = net.sought(told).view(small.MAPS, small.THING)
+    sought = net.sought(told).view(small.MAPS, small.SQUARE_WIDTH)
     things = [net.things[0].weight[kind] + net.things[1].weight[colour] for kind, colour, _ in codes[1].reshape(-1, 3)]
-    fits = torch.stack([(sought @ thing / small.THING**0.5).exp() for thing in things])  # row by row
+    fits = torch.stack([(sought @ thing / small.SQUARE_WIDTH**0.5).exp() for thing in things])  # row by row
     for square, thing in enumerate(things):
         maps = torch.cat([fits[square] / fits.sum(0), net.there(thing).relu()])
         start = 2 * small.MAPS * square

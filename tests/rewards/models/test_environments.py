@@ -170,7 +170,7 @@ def test_a_package_that_is_not_there_is_one_line(wheels, tmp_path, monkeypatch, 
 def test_nothing_is_overwritten_that_is_no_environment(wheels, tmp_path):
     (tmp_path / "glow").mkdir()
     (tmp_path / "glow/thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match=r"glow is there and is no environment; choose another --folder or remove it"):
+    with pytest.raises(UserError, match=r"glow exists but is not a Python environment; remove it, or choose another"):
         install("glow", tmp_path)
     assert (tmp_path / "glow/thesis.tex").read_text() == "mine"
 
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written(wheels, tmp_path):
 def test_two_at_once(wheels, tmp_path):
     with (tmp_path / ".glow.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process is installing .*glow; wait for its end"):
+        with pytest.raises(UserError, match="another process is installing .*glow; wait until it has finished"):
             install("glow", tmp_path)
     assert not (tmp_path / "glow").exists()
 

@@ -24,7 +24,7 @@ class Denoiser:
     def __init__(
         self, network: GuidedNetwork, shape: Shape, *, keep_predictions: bool, steps_at_once: int | None
     ) -> None:
-        """shape: of the latents of rollouts. keep_predictions, steps_at_once: see `DiffusionPolicy`."""
+        """shape: that of the latents of rollouts. keep_predictions, steps_at_once: see `DiffusionPolicy`."""
         self.network, self.family, self.denoising, self.shape = network, network.family, network.denoising, shape
         self.keep_predictions, self.steps_at_once = keep_predictions, steps_at_once
 
@@ -64,7 +64,7 @@ class Denoiser:
         """Runs full chains from pure noise.
 
         inputs, seeds: one per row. windows: the stochastic steps of each row; the others are deterministic. guidance:
-        scale. shape: of the latents; None for that of rollouts.
+        scale. shape: that of the latents; None for that of rollouts.
         """
         noise, keep = noise_function(seeds, shape or self.shape), self.keep_predictions
         predict = self.network.predictor(sampler, inputs, guidance)
@@ -111,8 +111,8 @@ class Denoiser:
     ) -> Rollouts:
         """Builds rollouts from finished chains.
 
-        prompts, condition_inputs, windows: one per row. seeds: of the noises with which latents are scored, one per
-        row. decisions: of a rollout. decode: add images to the samples.
+        prompts, condition_inputs, windows: one per row. seeds: those of the noises with which latents are scored, one
+        per row. decisions: those of a rollout. decode: add images to the samples.
         """
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
         predictions = [None] * len(condition_inputs) if chain.v is None else list(chain.v.cpu())

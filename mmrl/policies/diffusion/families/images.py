@@ -166,13 +166,13 @@ class ZImage(FlowPipeline):
         return int(min(self.module.config.axes_lens[1:])) * self.patch
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        return {"said": (self.text_tokens or 0, self.module.config.cap_feat_dim)}
+        return {"text": (self.text_tokens or 0, self.module.config.cap_feat_dim)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
         (tokens,), _ = self.pipe.encode_prompt(
             text, device=self.device, do_classifier_free_guidance=False, **self._limit
         )
-        return {"said": tokens[None]}
+        return {"text": tokens[None]}
 
     def _encoder_text(self, text: str) -> str:
         messages = [{"role": "user", "content": text}]
@@ -183,7 +183,7 @@ class ZImage(FlowPipeline):
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         dtype = next(self.module.parameters()).dtype
-        texts = [condition["said"].to(x.device, dtype) for condition in conditions]
+        texts = [condition["text"].to(x.device, dtype) for condition in conditions]
         images = list(rearrange(x.to(dtype), "n c h w -> n c 1 h w"))
         (out,) = model(images, (1000 - time) / 1000, texts, return_dict=False)
         return -rearrange(torch.stack([part.float() for part in out]), "n c 1 h w -> n c h w")

@@ -152,7 +152,8 @@ class Pipeline(ABC):
         return self._encode(inputs.text)
 
     def meta_condition(self, shape: Shape) -> Condition:
-        """Returns a condition of the largest size on the meta device, for memory estimates. shape: of the latents."""
+        """Returns a condition of the largest size on the meta device, for memory estimates. shape: that of the
+        latents."""
         condition = {name: torch.empty(size, device="meta") for name, size in self._sizes().items()}
         return {**condition, "source": torch.empty(shape, device="meta")} if self.condition_parts else condition
 
@@ -376,8 +377,8 @@ def checked_sides(resolution: Resolution, default: tuple[int, int], multiple: in
 def within_table(table: int | None, sides: tuple[int, int], pixels: int, name: str) -> None:
     """Raises UserError if sides (pixels) are larger than the position embeddings of the network allow.
 
-    table: largest number of positions along a side; None: no limit. pixels: of a position, along a side. name: class of
-    the pipeline, for the message.
+    table: largest number of positions along a side; None: no limit. pixels: those of a position, along a side. name:
+    class of the pipeline, for the message.
     """
     if table is not None and max(sides) > table * pixels:
         raise UserError(

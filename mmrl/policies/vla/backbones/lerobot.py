@@ -388,7 +388,7 @@ def _drop_cache_position() -> None:
 
 def match_features(path: str, names: Sequence[str], action: Actions) -> list[str]:
     """Returns the checkpoint's image feature for each camera of the policy, in the order of `action.cameras`; without
-    that option the policy gets one image. names: of the checkpoint's image features.
+    that option the policy gets one image. names: those of the checkpoint's image features.
 
     Raises UserError if cameras and image features do not match."""
     num_cameras = len(action.cameras or ("all",))
@@ -426,7 +426,9 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
         if saved_config.get(option):
             raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which mmrl cannot train")
     if saved_config.get("use_peft") and not is_lora:
-        raise UserError(f"model.path={path}: {CONFIG} has use_peft=true, but {ADAPTERS[0]} is missing")
+        raise UserError(
+            f"model.path={path}: {CONFIG} has use_peft=true, but {ADAPTERS[0]} is missing; copy the whole folder"
+        )
     weights = _existing(path, (_folder(base) if is_lora else folder) / WEIGHTS)
     for name in (PREPROCESSOR, POSTPROCESSOR):
         _existing(path, folder / f"{name}.json")
@@ -531,5 +533,7 @@ def _load_weights(policy: nn.Module, tensors: dict[str, Tensor], path: str) -> N
     mismatched = sorted(name for name in named if name in state and state[name].shape != named[name].shape)
     for problem, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched)):
         if names:
-            raise UserError(f"model.path={path}: its weights do not fit its config.json: {problem} {names[0]}")
+            raise UserError(
+                f"model.path={path}: its weights do not fit its config.json: {problem} {names[0]}; download it again"
+            )
     policy.load_state_dict(named, strict=False)

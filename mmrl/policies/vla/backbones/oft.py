@@ -88,7 +88,7 @@ class L1Head(NormalHead):
     optional_parameters = ("model.",)  # they are saved in the published file
 
     def __init__(self, settings: NormalActions, action: Actions, action_dim: int, width: int) -> None:
-        """width: of the backbone. The weights are random until `read_into` loads the published ones."""
+        """width: that of the backbone. The weights are random until `read_into` loads the published ones."""
         super().__init__(settings, action, action_dim, 0)
         self.model, self.width = ActionNetwork(width, action_dim), width
 
@@ -142,8 +142,8 @@ class PartFiles:
     projector: Path | None
 
     def check(self, path: str, action: Actions, sizes: tuple[int, int, int]) -> None:
-        """Raises UserError if these are not the parts that `action` needs; reads no weights. path: of the model; sizes:
-        the model's width, the action size, and the size of the state that the policy may read."""
+        """Raises UserError if these are not the parts that `action` needs; reads no weights. path: that of the model;
+        sizes: the model's width, the action size, and the size of the state that the policy may read."""
         width, action_dim, state_dim = sizes
         l1_head = isinstance(action.head.checkpoint_head, L1Actions)
         if l1_head and self.head is None:

@@ -496,5 +496,7 @@ def _load_model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPre
     for problem in ("missing", "unexpected", "mismatched"):
         keys = sorted(key if isinstance(key, str) else key[0] for key in report[f"{problem}_keys"])
         if keys:
-            raise UserError(f"model.path={folder}: its weights do not fit its config.json: {problem} {keys[0]}")
+            raise UserError(
+                f"model.path={folder}: its weights do not fit its config.json: {problem} {keys[0]}; download it again"
+            )
     return model

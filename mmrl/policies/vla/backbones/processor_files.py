@@ -94,7 +94,7 @@ class Normaliser:
         self.tensors: Statistics = {}
         if self.state_file is not None:
             if self.state_file not in contents:
-                raise UserError(f"{self.where} names {self.state_file}, which is missing")
+                raise UserError(f"{self.where} names {self.state_file}, which is missing; copy the whole folder")
             try:
                 self.tensors = load(contents[self.state_file])
             except SafetensorError as error:
@@ -137,8 +137,8 @@ class Normaliser:
         candidates = [n for n, entry in entries.items() if ends_with(n, [feature]) and set(required) <= set(entry)]
         if not candidates:
             raise UserError(
-                f"{self.where} has no {' and '.join(required)} of {feature}, without which LeRobot would not normalise "
-                f"its numbers; it holds {', '.join(sorted(self.tensors)) or 'nothing'}. Set action.statistics "
+                f"{self.where} has no {' and '.join(required)} of {feature}; LeRobot needs them to normalise its "
+                f"numbers; it holds {', '.join(sorted(self.tensors)) or 'nothing'}. Set action.statistics "
                 "to those of your data (its folder or meta/stats.json) and action.replace_statistics=true"
             )
         data_sets = {name: name.removesuffix(feature).rstrip(".") for name in candidates}
@@ -200,7 +200,7 @@ def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorF
     """Reads the processor files in `folder`, and gives statistics the names under which LeRobot finds them. With
     action.replace_statistics, those of action.statistics replace the checkpoint's.
 
-    path: of the model, for messages. Raises UserError if statistics are missing or ambiguous.
+    path: that of the model, for messages. Raises UserError if statistics are missing or ambiguous.
     """
     contents = {file.name: file.read_bytes() for pattern in FILES for file in sorted(folder.glob(pattern))}
     data_set = _replacement(path, action)

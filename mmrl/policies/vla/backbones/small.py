@@ -175,8 +175,8 @@ class Board(nn.Module):
     distinguishes objects that instructions never name.
 
     The embedding e of a square is the sum of one embedding for each of its codes. Queries q_m are linear in sums of
-    word embeddings, and map_m = softmax over squares of q_m . e(square) / sqrt(THING). So pairs of a color and a type
-    of object that were never seen together are located, too. In each of the SUMS sums words are weighted by their
+    word embeddings, and map_m = softmax over squares of q_m . e(square) / sqrt(SQUARE_WIDTH). So pairs of a color and a
+    type of object that were never seen together are located, too. In each of the SUMS sums words are weighted by their
     position, so that the first object of an instruction differs from the second.
     """
 
@@ -184,10 +184,10 @@ class Board(nn.Module):
         super().__init__()
         self.codes = config.codes
         width, size = config.width, MAPS * config.squares**2
-        self.things = nn.ModuleList(nn.Embedding(n, THING) for n in config.codes)
+        self.things = nn.ModuleList(nn.Embedding(n, SQUARE_WIDTH) for n in config.codes)
         self.weights = nn.Parameter(1 + torch.randn(SUMS, MAX_WORDS) / 2)
-        self.sought = nn.Linear(SUMS * width, MAPS * THING)
-        self.there = nn.Linear(THING, MAPS)
+        self.sought = nn.Linear(SUMS * width, MAPS * SQUARE_WIDTH)
+        self.there = nn.Linear(SQUARE_WIDTH, MAPS)
         self.heard = nn.Linear(SUMS * width, MAPS)
         self.layers = nn.Sequential(nn.Linear(2 * size + MAPS, width), nn.ReLU(), nn.Linear(width, width))
 
@@ -202,14 +202,14 @@ class Board(nn.Module):
             index = index * num_codes + codes[:, channel].long()
         index = index.flatten(1)  # [n, square]
         queries = rearrange(self.sought(summary), "n (m e) -> n m e", m=MAPS)
-        scores = torch.einsum("nme,ke->nkm", queries, table) * THING**-0.5
+        scores = torch.einsum("nme,ke->nkm", queries, table) * SQUARE_WIDTH**-0.5
         unconditioned = self.there(table).expand(len(codes), -1, -1)
         maps = torch.cat([scores, unconditioned], 2).gather(1, index[..., None].expand(-1, -1, 2 * MAPS))
         maps = torch.cat([maps[..., :MAPS].softmax(1), F.relu(maps[..., MAPS:])], 2)  # [n, square, map]
         return self.layers(torch.cat([maps.flatten(1), self.heard(summary)], 1))
 
 
-MAPS, THING, SUMS = 4, 32, 2  # attention maps; width of a square's embedding; weighted sums of words
+MAPS, SQUARE_WIDTH, SUMS = 4, 32, 2  # attention maps; width of a square's embedding; weighted sums of words
 
 
 def sum_of_codes(weights: Sequence[Tensor]) -> Tensor:

@@ -277,7 +277,7 @@ class ExpertHead(FlowHead):
         state_dim: int,
         width: int,
     ) -> None:
-        """width: of the backbone."""
+        """width: the width of the backbone."""
         super().__init__(settings, action, action_dim, state_dim)
         learned = isinstance(self.likelihood, LearnedNoise)
         self.expert = Expert(*self.shape, self.state_dim, width, settings.width, settings.depth, learned)

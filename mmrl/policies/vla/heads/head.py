@@ -126,9 +126,9 @@ class Head(nn.Module):
         """Scores n sampled chunks: returns fields of `mmrl.rollouts.Replay` such as "logp", each [n, decisions, ...],
         and its extras under names that begin with EXTRA.
 
-        prefix, state, sampled: of the n chunks, as in `act`. valid: [n, chunk] bool, which actions were executed; the
-        others do not contribute. old, reference: the field "prediction" under the policy that sampled the rollouts and
-        under the reference policy, from which divergences are computed; None where they are not needed."""
+        prefix, state, sampled: those of the n chunks, as in `act`. valid: [n, chunk] bool, which actions were executed;
+        the others do not contribute. old, reference: the field "prediction" under the policy that sampled the rollouts
+        and under the reference policy, from which divergences are computed; None where they are not needed."""
         raise NotImplementedError
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
@@ -218,7 +218,9 @@ class TokenHead(LevelledHead):
         super().__init__(settings.level, action, action_dim, state_dim)
         self.codec = ActionCodec(backbone.vocabulary, settings.bins)
         if self.codec.first < 0:
-            raise UserError(f"action.head.bins={settings.bins}, but the vocabulary has only {backbone.vocabulary} ids")
+            raise UserError(
+                f"action.head.bins={settings.bins}, but the vocabulary has only {backbone.vocabulary} ids; lower it"
+            )
         self.decoding, self.width = settings.decoding, backbone.width
         self._backbone = [backbone]  # in a list: its parameters are not this module's
         self.state = StateToken(self.state_dim, self.width)
@@ -356,7 +358,7 @@ class RegressionHead(LaplaceHead):
     def __init__(
         self, settings: RegressionActions, action: Actions, action_dim: int, state_dim: int, width: int
     ) -> None:
-        """width: of the backbone."""
+        """width: the width of the backbone."""
         super().__init__(settings, action, action_dim, state_dim)
         self.state = StateToken(self.state_dim, width)
         self.queries = nn.Parameter(torch.randn(action.chunk, width) * 0.02)
@@ -375,7 +377,7 @@ class BridgeHead(LaplaceHead):
     every_layer = True
 
     def __init__(self, settings: BridgeActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
-        """width: of the backbone."""
+        """width: the width of the backbone."""
         super().__init__(settings, action, action_dim, state_dim)
         bridge_width = settings.width
         self.state = StateToken(self.state_dim, width)

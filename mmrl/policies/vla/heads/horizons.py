@@ -28,7 +28,7 @@ class HorizonHead(NormalHead):
     reached: Tensor  # [horizon, chunk] bool: whether a horizon is longer than the action's index
 
     def __init__(self, settings: HorizonActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
-        """width: of the backbone, 0 where it reads nothing."""
+        """width: the width of the backbone, 0 where it reads nothing."""
         super().__init__(settings, action, action_dim, state_dim)
         chunk, size = self.shape
         horizons = torch.tensor(settings.lengths(chunk))

@@ -28,7 +28,7 @@ class InvertibleHead(Head):
     def __init__(
         self, settings: InvertibleActions, action: Actions, action_dim: int, state_dim: int, width: int
     ) -> None:
-        """width: of the backbone, 0 where it reads nothing."""
+        """width: the width of the backbone, 0 where it reads nothing."""
         super().__init__(action, action_dim, state_dim)
         self.steps, self.mix, self.apart, self.scale = settings.steps, settings.mix, settings.apart, settings.scale
         self.size = math.prod(self.shape)

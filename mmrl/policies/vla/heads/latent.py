@@ -37,7 +37,7 @@ class LatentHead(DiagonalGaussianHead):
     samples_latents = True
 
     def __init__(self, settings: LatentActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
-        """width: of the backbone, 0 where it reads nothing."""
+        """width: the width of the backbone, 0 where it reads nothing."""
         super().__init__(settings, action, action_dim, state_dim)
         self.steps, self.latent_dim, self.latent_std = settings.steps, settings.latent, settings.latent_std
         self.exits = settings.steps - 1 if settings.early_exit else 0

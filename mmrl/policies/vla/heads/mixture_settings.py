@@ -126,7 +126,7 @@ class HorizonActions(NormalActions):
     def check_chunk(self, chunk: int) -> None:
         lengths = self.lengths(chunk)
         if lengths[0] < 1 or any(a >= b for a, b in pairwise(lengths)):
-            raise ValueError(f"head.horizons must rise from 1 or more, got {lengths}")
+            raise ValueError(f"head.horizons must be strictly increasing and at least 1, not {lengths}")
         if lengths[-1] != chunk:
             raise ValueError(f"head.horizons must end with action.chunk={chunk}, but it ends with {lengths[-1]}")
 

@@ -35,7 +35,7 @@ class ResidualHead(NormalHead):
     def __init__(
         self, settings: ResidualActions, base: Head, action: Actions, action_dim: int, state_dim: int, width: int
     ) -> None:
-        """width: of the backbone, 0 where it reads nothing."""
+        """width: the width of the backbone, 0 where it reads nothing."""
         super().__init__(settings, action, action_dim, state_dim)
         self.base = base.requires_grad_(False)
         self.every_layer, self.last_layer_only = base.every_layer, base.last_layer_only

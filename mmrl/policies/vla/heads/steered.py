@@ -26,8 +26,8 @@ class SteeredHead(Head):
     def __init__(
         self, settings: SteeredActions, base: FlowHead, action: Actions, action_dim: int, state_dim: int, width: int
     ) -> None:
-        """width: of the backbone. Raises UserError if `settings.noises` is more than the actions that the flow
-        plans."""
+        """width: the width of the backbone. Raises UserError if `settings.noises` is more than the actions that the
+        flow plans."""
         super().__init__(action, action_dim, state_dim)
         self.base: FlowHead = base.requires_grad_(False)
         self.last_layer_only = base.last_layer_only

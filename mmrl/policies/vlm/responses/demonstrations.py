@@ -17,7 +17,7 @@ from mmrl.rollouts import Prompt, Rollouts
 def demonstrate(tokens: ChatTokenizer, prompts: Sequence[Prompt], temperature: float) -> Rollouts:
     """Returns rollouts of the prompts with their reference answers as responses.
 
-    temperature: of the distribution under which their log-probabilities are computed. Raises UserError for a
+    temperature: that of the distribution under which their log-probabilities are computed. Raises UserError for a
     demonstration of several responses, which needs an environment.
     """
     answers = []

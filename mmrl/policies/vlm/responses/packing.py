@@ -162,7 +162,8 @@ def packed_attention(
 
     query: [1, head, token, head dimension]; key, value: the same, with fewer heads under grouped-query attention.
     cu_seq_lens_q: cumulative lengths of the sequences, [sequence + 1]; None: transformers' SDPA attention of padded
-    rows. max_length_q: of the longest sequence. is_causal: None means True. Returns [1, token, head, head dimension].
+    rows. max_length_q: that of the longest sequence. is_causal: None means True. Returns [1, token, head, head
+    dimension].
     """
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **options)
