@@ -19,7 +19,7 @@ from mmrl.engine import EMA, Engine, Interruption, applied, ema_warmup, ramp
 from mmrl.engine.snapshot import AdaptersOff, Snapshot, make_reference
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import checkpoint_score, evaluate
-from mmrl.generation.correction import corrected
+from mmrl.generation.correction import apply_correction
 from mmrl.monitors.guards import Guards
 from mmrl.protocols.checks import check_loss, check_values
 from mmrl.protocols.measurement import ReplayedContext
@@ -173,7 +173,7 @@ class Trainer:
         context = ReplayedContext(self.policy, self.engine, self.step, self.config.seed, self.preparation.modules)
         for measurement in self.needs.replayed:
             replay.extras[measurement.name] = measurement.measure(micro, context)
-        stats = {} if micro.behaviour_logp is None else corrected(micro, replay, self.config.correction)
+        stats = {} if micro.behaviour_logp is None else apply_correction(micro, replay, self.config.correction)
         weigh_objective(micro, replay)
         reduce = self.algorithm.reduction(micro, totals, self.policy.max_decisions, replay.logp.device)
         loss, loss_stats = self.algorithm.objective(micro, replay, reduce)

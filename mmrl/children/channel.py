@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 
-LENGTH = 8  # bytes
-SHORT = 1 << 16  # bytes; a shorter payload is sent in one call with its length
+LENGTH = 8  # bytes of the length at the beginning of a frame
+SHORT = 1 << 16  # bytes; a shorter payload is sent in one call together with its length
 POLL_S = 0.5  # seconds between two checks whether the other side still runs
 
 
 class Patience:
     """The time limits of a wait for an answer. limit_s: seconds for the complete answer. silent_s: seconds without a
-    byte of it or a sign of life. poll: called about every POLL_S seconds of silence; raises where no answer will
+    byte of it or a sign of life. poll: called about every POLL_S seconds of silence; it raises if no answer will
     come."""
 
     def __init__(
@@ -30,12 +30,12 @@ class Patience:
         self.heard()
 
     def heard(self) -> None:
-        """Restarts the limit of silence, after a byte or a sign of life."""
+        """Restarts the time limit of silence; called after each byte and sign of life."""
         self._silent = time.monotonic() + self.silent_s
 
     def left(self) -> float | None:
-        """Returns the seconds for which to listen next; None: without limit. Raises TimeoutError where a limit is
-        exceeded."""
+        """Returns for how many seconds to wait for the next bytes; None: without limit. Raises TimeoutError if a time
+        limit is exceeded."""
         now = time.monotonic()
         if now >= self._end:
             raise TimeoutError(f"no answer in {self.limit_s:g} s")
@@ -46,13 +46,13 @@ class Patience:
 
 
 class Channel:
-    """One end of a connection."""
+    """One end of a connection, which sends and receives frames."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self._sending = connection, threading.Lock()
 
     def send(self, payload: bytes = b"", limit_s: float | None = None) -> None:
-        """Sends a frame, by default a sign of life. Raises TimeoutError, and OSError where the other side is gone."""
+        """Sends a frame, by default a sign of life. Raises TimeoutError, and OSError if the other process has ended."""
         head = len(payload).to_bytes(LENGTH, "big")
         with self._sending:
             self.socket.settimeout(None if limit_s == math.inf else limit_s)
@@ -60,38 +60,38 @@ class Channel:
                 self.socket.sendall(part)
 
     def receive(self, patience: Patience | None = None, max_bytes: float = math.inf) -> bytearray:
-        """Returns the next frame that is not a sign of life. Raises TimeoutError, ConnectionError where the other side
-        ended, and ValueError for a frame of more than `max_bytes` bytes."""
+        """Returns the payload of the next frame that is not a sign of life. Raises TimeoutError, ConnectionError if the
+        other process has ended, and ValueError for a frame of more than `max_bytes` bytes."""
         patience = patience or Patience()
-        while not (size := int.from_bytes(self._exactly(LENGTH, patience), "big")):
+        while not (size := int.from_bytes(self._receive_exactly(LENGTH, patience), "big")):
             pass
         if size > max_bytes:
             raise ValueError(f"the answer has {size} bytes, more than the limit of {max_bytes:g}")
-        return self._exactly(size, patience)
+        return self._receive_exactly(size, patience)
 
     def ask(self, payload: bytes, patience: Patience, max_bytes: float = math.inf) -> bytearray:
-        """Sends a request frame and returns the answer frame. Raises as `receive`."""
+        """Sends a request and returns the payload of the answer. Raises like `receive`."""
         self.send(payload, min(patience.limit_s, patience.silent_s))
         return self.receive(patience, max_bytes)
 
     def close(self) -> None:
         self.socket.close()
 
-    def _exactly(self, count: int, patience: Patience) -> bytearray:
-        """Receives exactly `count` bytes. Raises TimeoutError by `patience`, and ConnectionResetError where the other
-        side ends."""
+    def _receive_exactly(self, count: int, patience: Patience) -> bytearray:
+        """Receives exactly `count` bytes. Raises TimeoutError by `patience`, and ConnectionResetError if the other
+        process ends."""
         buffer = bytearray(count)
         view = memoryview(buffer)
         while view:
             self.socket.settimeout(patience.left())
             try:
-                got = self.socket.recv_into(view)
+                num_read = self.socket.recv_into(view)
             except TimeoutError:
                 if patience.poll is not None:
                     patience.poll()
                 continue
-            if not got:
+            if not num_read:
                 raise ConnectionResetError("the other process closed the connection")
-            view = view[got:]
+            view = view[num_read:]
             patience.heard()
         return buffer

@@ -62,7 +62,7 @@ class OnThisHost:
 
 @dataclass(frozen=True)
 class OnCluster:
-    """Starts a service on a host that Ray chooses; see `OnThisHost`."""
+    """Starts a service on a host that Ray chooses, with `gpus` GPUs; see `OnThisHost`."""
 
     cluster: Cluster
     gpus: int = 0
@@ -72,9 +72,8 @@ class OnCluster:
     def __call__(self, service: str) -> Started:
         listener, process = Listener(self.cluster.host), self.cluster.allocate(gpus=self.gpus, log=self.log)
         host, port = listener.address
-        flags = (
-            [] if self.python in (None, sys.executable) else ["-E"]
-        )  # it must not see the packages of Ray's interpreter
+        # -E: another interpreter must not use PYTHONPATH, which has the packages of Ray's interpreter.
+        flags = [] if self.python in (None, sys.executable) else ["-E"]
         process.run([*flags, "-m", _MAIN, service, host, str(port)], {KEY: listener.key}, self.python)
         return process, listener
 
@@ -83,7 +82,7 @@ class Child:
     """A child process that runs a service. `start` returns at once, and the first `ask` waits until the process has
     connected. The caller decides whether a child that failed is started again.
 
-    starts: how often it was started. up: whether it has been started and not stopped since.
+    starts: how often it was started. up: whether it was started and has not been stopped since.
     """
 
     process: LocalProcess | RayProcess
@@ -103,8 +102,9 @@ class Child:
     def ask(self, message: bytes, limit_s: float, *, silent_s: float = math.inf, shared: Sequence[Any] = ()) -> Any:
         """Sends an encoded message and returns the decoded answer.
 
-        limit_s: seconds for the answer, and for the process to come up. silent_s: seconds without a sign of life.
-        Raises Refused, Raised, Lost, TimeoutError, which says what took too long, and UserError where no host has room.
+        limit_s: maximum seconds until the answer, and until a new process has connected. silent_s: maximum seconds
+        without a sign of life. shared: see `mmrl.children.frames`. Raises Refused, Raised, Lost, TimeoutError, which
+        says what took too long, and UserError if no host of the cluster has free resources.
         """
         try:
             answer = self._connected(limit_s).ask(message, Patience(limit_s, silent_s, self._check_running))
@@ -136,20 +136,23 @@ class Child:
         self.up = False
 
     def _connected(self, limit_s: float) -> Channel:
+        """Returns the channel to the process; waits for its connection at the first call."""
         assert self._endpoint is not None
         if self._channel is None:
             if isinstance(self.process, RayProcess):
-                self.process.room(limit_s)
+                self.process.await_resources(limit_s)
             self._channel = self._endpoint.accept(self._check_running, limit_s)
         return self._channel
 
     def _check_running(self) -> None:
+        """Raises ConnectionResetError if the process has ended."""
         if self.process.poll() is not None:
             raise ConnectionResetError("its process ended")
 
     def _lost(self, error: Exception) -> Lost:
+        """Returns the error of a lost process, with its return code if it has ended."""
         try:
             code = self.process.wait(1)
-        except subprocess.TimeoutExpired:  # it may take Ray some time to find that a host is gone
+        except subprocess.TimeoutExpired:  # Ray may need some time to notice that a host is lost
             return Lost(f"its connection ended ({error})")
         return Lost(f"its process ended with {code}", code)

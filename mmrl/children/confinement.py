@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
-_VERSION = 1  # flag of _CREATE_RULESET: returns the version of the interface
-_PATH_BENEATH = 1  # kind of a rule
+_VERSION = 1  # flag of _CREATE_RULESET, with which it returns the version of the interface
+_PATH_BENEATH = 1  # kind of a rule: what is allowed below a path
 _NO_NEW_PRIVILEGES = 38  # linux/prctl.h
-# Rights of linux/landlock.h by the version of the interface that brought them.
+# Rights of linux/landlock.h, by the first version of the interface that has them.
 _FILES = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, list folders
-_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the rights that a file, which is not a folder, may have
+_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the rights that apply to a file that is not a folder
 _CONNECTIONS = {4: 0b11}  # bind and connect TCP
 _SCOPES = {6: 0b11}  # abstract sockets and signals
 
@@ -41,11 +41,12 @@ def confinable() -> bool:
 
 def confine(readable: Iterable[Path], writable: Path) -> None:
     """Restricts this thread and everything that it starts later, irreversibly: it may read files below `readable`, and
-    read and write files below `writable`. Paths that do not exist are ignored; open files stay open. Raises OSError
-    where the kernel refuses."""
+    read and write files below `writable`. Paths that do not exist are ignored; open files stay open. Raises OSError if
+    the kernel refuses."""
     version = _version()
     every = _rights(_FILES, version)
     rules = _Ruleset(every, _rights(_CONNECTIONS, version), _rights(_SCOPES, version))
+    # older kernels know only the first fields of the structure
     size = ctypes.sizeof(rules) if version >= 6 else 16 if version >= 4 else 8
     ruleset = _call(_CREATE_RULESET, ctypes.byref(rules), size, 0)
     try:
@@ -60,7 +61,8 @@ def confine(readable: Iterable[Path], writable: Path) -> None:
 
 
 def _allow(ruleset: int, path: Path, rights: int) -> None:
-    """Adds a Landlock rule to a ruleset: what a process may do below a path. rights: access bits of Landlock."""
+    """Adds to a ruleset that a process has `rights`, access bits of Landlock, below a path. ruleset: its file
+    descriptor."""
     if not path.exists():
         return
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -72,17 +74,19 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
 
 
 def _rights(by_version: dict[int, int], version: int) -> int:
+    """Returns all rights that a version of the interface has."""
     return sum(rights for first, rights in by_version.items() if first <= version)
 
 
 def _version() -> int:
-    """Returns the version of the kernel's interface; 0 where there is none."""
+    """Returns the version of the kernel's interface; 0 if there is none."""
     if sys.platform != "linux":
         return 0
     return max(0, int(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)))
 
 
 def _call(number: int, *arguments: object) -> int:
+    """Makes the system call `number` and returns its result. Raises OSError if it fails."""
     library = ctypes.CDLL(None, use_errno=True)
     answer = int(library.syscall(number, *arguments))
     if answer < 0:

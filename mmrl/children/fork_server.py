@@ -1,9 +1,9 @@
 """A pool of forked processes for untrusted code, which are killed at a deadline and replaced in milliseconds.
 
 A fork server, a fresh interpreter, builds a service once and forks a worker whenever one is needed. The process that
-owns it is never forked itself: it holds threads and perhaps a CUDA context. Requests go out as pickles, which a worker
-may trust; answers come back as bounded messages of `mmrl.children.frames`, for nothing that comes from a worker is
-trusted. `mmrl.children.forked` is the other side.
+owns it is never forked itself: it holds threads and perhaps a CUDA context. Requests are pickles, since workers trust
+this process; answers are bounded messages of `mmrl.children.frames`, since workers are not trusted.
+`mmrl.children.forked` is the code of fork server and workers.
 
 This is no security boundary by itself: a worker has the user's rights, files and network, unless its service gives them
 up (`mmrl.children.confinement`).
@@ -30,8 +30,8 @@ from mmrl.children.processes import LocalProcess, end_group, module_path
 from mmrl.errors import UserError
 
 MAX_ANSWER = 1 << 16  # bytes
-START_S = 120.0  # a new interpreter that imports torch on a busy machine
-ORDER_S = 20.0  # for a fork server to fork or end a worker
+START_S = 120.0  # seconds for a new interpreter to import torch on a busy machine
+ORDER_S = 20.0  # seconds for a fork server to fork or end a worker
 
 
 class ForkServer:
@@ -39,21 +39,21 @@ class ForkServer:
     needed, restarts if it has ended, and ends with this process."""
 
     def __init__(self, service: str, arguments: Sequence[Any], limits: Limits, records: Collection[type] = ()) -> None:
-        """service: the "module:function" that makes the service of `arguments`. records: dataclasses that answers may
-        hold."""
-        self._first, self._records = (service, tuple(arguments), limits), records
+        """service: "module:function", whose call with `arguments` returns the service. records: dataclasses that
+        answers may hold."""
+        self._setup, self._records = (service, tuple(arguments), limits), records
         self._opening = threading.Lock()
         self._running: ForkServerProcess | None = None
         _LIVE.add(self)
 
     def acquire(self) -> ForkedProcess:
-        """Returns an idle process or a new one. Raises UserError where the service cannot be built, and
-        ConnectionError where the fork server ends or does not answer."""
+        """Returns an idle process or a new one. Raises UserError if the service cannot be built, and ConnectionError if
+        the fork server ends or does not answer."""
         with self._opening:
             if self._running is not None and self._running.process.poll() is not None:
                 self._running.close()
                 self._running = None
-            self._running = self._running or ForkServerProcess(self._first, self._records)
+            self._running = self._running or ForkServerProcess(self._setup, self._records)
             return self._running.acquire()
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class ForkServer:
 
 class ForkServerProcess:
     """The fork server's process, which builds a service and forks its workers. first: its first message, (service,
-    arguments, limits). idle: workers that have no request. Raises UserError where it cannot build the service."""
+    arguments, limits). idle: workers that have no request. Raises UserError if it cannot build the service."""
 
     def __init__(self, first: tuple[str, tuple[Any, ...], Limits], records: Collection[type]) -> None:
         self.records, self.idle = records, list[ForkedProcess]()
@@ -91,34 +91,34 @@ class ForkServerProcess:
             raise UserError(str(problem))
 
     def acquire(self) -> ForkedProcess:
-        """Returns an idle worker or forks one. Raises ConnectionError where this process has ended or does not
+        """Returns an idle worker or forks one. Raises ConnectionError if the fork server has ended or does not
         answer."""
         with suppress(IndexError):
             return self.idle.pop()
         ours, theirs = socket.socketpair()
         with theirs:
-            pid = int(self._order(ENLIST, 0, theirs.fileno())["done"])
+            pid = int(self._order(ENLIST, 0, theirs.fileno())["pid"])
         self._workers[pid] = ForkedProcess(self, pid, Channel(ours))
         return self._workers[pid]
 
     def terminate(self, worker: ForkedProcess) -> str | None:
-        """Kills a worker and all processes that it has started. Returns why the fork server had killed it already; None
-        if it had not."""
+        """Kills a worker and all processes that it has started. Returns the reason if the fork server had already
+        killed it, else None."""
         self._workers.pop(worker.pid, None)
         worker.channel.close()
-        with suppress(ConnectionError):  # then it has ended with its fork server
-            return self._order(DISMISS, worker.pid)["why"]
+        with suppress(ConnectionError):  # the worker has ended with its fork server
+            return self._order(DISMISS, worker.pid)["reason"]
         return None
 
     def close(self) -> None:
-        """Closes the control channel, at which the fork server kills its workers and ends."""
+        """Closes the control channel, upon which the fork server kills its workers and ends."""
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(ORDER_S)
         self._end()
 
     def _end(self) -> None:
-        """Kills what is left: a worker may have stopped or killed the fork server, or kept it busy."""
+        """Kills remaining processes: a worker may have stopped or killed the fork server, or kept it busy."""
         if self.process.poll() != 0:
             self.process.kill()
             for pid in self._workers:
@@ -128,30 +128,31 @@ class ForkServerProcess:
         self._workers = {}
 
     def _order(self, kind: bytes, pid: int, *descriptors: int) -> dict[str, Any]:
-        """Sends the fork server an order about the child `pid`, with open file descriptors, and returns its answer,
-        {"done", "why"}. Raises ConnectionAbortedError where there is none in ORDER_S seconds."""
+        """Sends the fork server an order about the worker `pid`, with open file descriptors, and returns its answer:
+        "pid" and "reason", see `mmrl.children.forked`. Raises ConnectionAbortedError if none comes within ORDER_S
+        seconds."""
         with self._ordering:
             try:
                 self._control.socket.settimeout(ORDER_S)
                 socket.send_fds(self._control.socket, [ORDER.pack(kind, pid)], descriptors)
                 answer = decode_mapping(self._control.receive(Patience(ORDER_S), MAX_ANSWER), records=())
-                return {"done": int(answer["done"]), "why": answer["why"]}
+                return {"pid": int(answer["pid"]), "reason": answer["reason"]}
             except (OSError, ValueError, KeyError) as error:
                 self._end()
                 raise ConnectionAbortedError(f"its fork server ended: {error!r}") from error
 
 
 class ForkedProcess:
-    """A worker process; its process group has its id."""
+    """A worker process, which leads a process group."""
 
     def __init__(self, fork_server: ForkServerProcess, pid: int, channel: Channel) -> None:
         self.fork_server, self.pid, self.channel = fork_server, pid, channel
-        self._spent = False  # whether it is to be replaced
+        self._spent = False  # whether it must be replaced, see `Limits.spent`
         self._requests = 0
 
     def call(self, request: object, deadline_s: float, max_bytes: int = MAX_ANSWER) -> dict[str, Any]:
         """Returns the answer of the service, at most `max_bytes` long. Raises TimeoutError, and ConnectionError for an
-        invalid answer and where its process ended or was killed; the worker cannot be called again then."""
+        invalid answer and if its process ended or was killed; then the worker cannot be called again."""
         self._requests += 1
         try:
             received = self.channel.ask(pickle.dumps((self._requests, request)), Patience(deadline_s), max_bytes)
@@ -159,15 +160,15 @@ class ForkedProcess:
             if answer.get("number") != self._requests:
                 raise ValueError("the answer belongs to another request")
         except (TimeoutError, ConnectionError, ValueError) as error:
-            if (why := self.fork_server.terminate(self)) is None and isinstance(error, TimeoutError):
+            if (reason := self.fork_server.terminate(self)) is None and isinstance(error, TimeoutError):
                 raise
             cause = " ".join(str(error).split())
-            raise ConnectionAbortedError(why or f"its process ended or sent an invalid answer ({cause})") from error
+            raise ConnectionAbortedError(reason or f"its process ended or sent an invalid answer ({cause})") from error
         self._spent = answer.get("spent") is True
         return answer
 
     def release(self) -> None:
-        """Makes the worker idle, or ends it where it has used up its limits (`Limits.spent`)."""
+        """Makes the worker idle, or ends it if it has used half of its CPU time (`Limits.spent`)."""
         if self._spent:
             self.fork_server.terminate(self)
         else:

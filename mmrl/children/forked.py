@@ -1,8 +1,8 @@
 """`python -m mmrl.children.forked DESCRIPTOR`: a fork server that builds a service of untrusted code, and the workers
-that it forks. A reward is one, an environment of turns another; see `mmrl.children.fork_server`.
+that it forks. Isolated rewards and environments of conversations are such services; see `mmrl.children.fork_server`.
 
-An order to the fork server is one letter and a process id, with a socket where a worker shall be forked; its answer is
-{"done": process id, "why": text where the fork server itself has ended that worker, else None}.
+An order to the fork server is one letter and a process id: ENLIST, with a socket, to fork a worker, DISMISS to end one.
+Its answer is {"pid": process id of the worker, "reason": why the fork server had already killed it, else None}.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from mmrl.children.limits import LINUX, Limits, adopt_orphans, end_descendants, 
 from mmrl.children.processes import end_group, end_with_forker, leave_signals_to_parent
 from mmrl.errors import describe_error
 
-ForkedService = Callable[[Any], dict[str, Any]]  # from a request, which may be any Python object, to a message
-WATCH_S = 0.05  # between two counts of what workers have started
+ForkedService = Callable[[Any], dict[str, Any]]  # from a request, any Python object, to the answer
+WATCH_S = 0.05  # seconds between two counts of the processes that workers have started
 ENLIST, DISMISS = b"+", b"-"
 ORDER = struct.Struct("!cQ")
 
 
 def fork_server(control: Channel) -> None:
-    """Builds the service that the first frame names, then forks workers as it is ordered; never returns. At the other
-    side's end it kills all that it has started."""
+    """Builds the service that the first frame names, then follows orders; never returns. When the other process closes
+    the channel or ends, it kills all processes that it has started."""
     leave_signals_to_parent()
     adopt_orphans()
     workers: set[int] = set()
-    ended: dict[int, str] = {}  # by the fork server, until the other side knows
+    ended: dict[int, str] = {}  # workers that the fork server killed, and why, until this is reported
     try:
-        service, limits = _built(control)
-        while order := _watched(control.socket, workers, ended, limits):
+        service, limits = _build_service(control)
+        while order := _next_order(control.socket, workers, ended, limits):
             kind, pid = ORDER.unpack(order[0])
             if kind == ENLIST:
                 pid = _fork_worker(control, order[1][0], service, limits)
                 workers.add(pid)
             elif pid in workers:
                 _end(pid, workers)
-            control.send(encode({"done": pid, "why": ended.pop(pid, None)}))
+            control.send(encode({"pid": pid, "reason": ended.pop(pid, None)}))
     except ConnectionError:
         pass  # the trainer has ended
     finally:
@@ -57,11 +57,11 @@ def fork_server(control: Channel) -> None:
         os._exit(0)  # no exit handlers, which belong to the service
 
 
-def _watched(
+def _next_order(
     control: socket.socket, workers: set[int], ended: dict[int, str], limits: Limits
 ) -> tuple[bytes, list[int]] | None:
-    """Returns the next order and its sockets, None where the other side closed. Until then it watches the workers and
-    kills one that has started more processes than `limits` allow, for RLIMIT_NPROC does not bind root."""
+    """Waits for the next order and returns it with its sockets; None if the channel is closed. Meanwhile it kills
+    workers that have started more processes than `limits` allow, since RLIMIT_NPROC does not apply to root."""
     while not select.select([control], [], [], WATCH_S if workers and LINUX else None)[0]:
         for pid in list(workers):
             if (count := tasks_below(pid)) > limits.processes:
@@ -78,24 +78,25 @@ def _end(pid: int, workers: set[int]) -> None:
     end_descendants(keep=workers)
 
 
-def _built(control: Channel) -> tuple[ForkedService, Limits]:
+def _build_service(control: Channel) -> tuple[ForkedService, Limits]:
     """Builds the service that the first message names, and reports success or the problem. Returns the service and the
     limits of its workers."""
     name, arguments, limits = pickle.loads(control.receive())
-    _end_with(control.socket, True)  # also where the service hangs while it is built
+    _end_with_socket(control.socket, True)  # also if building the service hangs
     try:
         module, _, function = name.partition(":")
         service: ForkedService = vars(importlib.import_module(module))[function](*arguments)
     except Exception as error:
         control.send(encode({"problem": str(error) if isinstance(error, ValueError) else describe_error(error)}))
         raise ConnectionAbortedError from None
-    _end_with(control.socket, False)
+    _end_with_socket(control.socket, False)
     control.send(encode({"problem": None}))
     return service, limits
 
 
-def _end_with(control: socket.socket, ends: bool) -> None:
-    """Sets whether the kernel ends this process at any event of the socket, such as the other side closing it."""
+def _end_with_socket(control: socket.socket, ends: bool) -> None:
+    """Sets whether the kernel ends this process at any event of the socket, such as its end being closed by the other
+    process."""
     if not LINUX:
         return
     signal.signal(signal.SIGIO, signal.SIG_DFL)
@@ -114,15 +115,15 @@ def _fork_worker(control: Channel, descriptor: int, service: ForkedService, limi
     if pid == 0:
         try:
             control.close()
-            _work(Channel(socket.socket(fileno=descriptor)), service, limits)
+            _serve_requests(Channel(socket.socket(fileno=descriptor)), service, limits)
         finally:
-            os._exit(0)  # whatever happened, the fork server's own frames must not run on in a copy
+            os._exit(0)  # also after an exception: the fork server's loop must not continue in its copy
     os.close(descriptor)
     return pid
 
 
-def _work(channel: Channel, service: ForkedService, limits: Limits) -> None:
-    """Serves one request a frame until the other side closes."""
+def _serve_requests(channel: Channel, service: ForkedService, limits: Limits) -> None:
+    """Answers requests, one in each frame, until the channel is closed."""
     end_with_forker()
     adopt_orphans()
     os.setsid()

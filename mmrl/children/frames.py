@@ -2,8 +2,8 @@
 Decoding never runs code of the message.
 
 A message is the length of a JSON text, the text, and the bytes of all tensors, arrays and images, one after the other.
-Both sides may hold `shared` objects, such as the prompts of a request: the message names them by their index.
-torch and Pillow are imported where a message needs them, for simulators run under interpreters that lack them.
+Both sides may hold `shared` objects, such as the prompts of a request: the message names them by their index. torch and
+Pillow are imported only if a message needs them: simulators may run under interpreters without them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ALIGNED = 8  # bytes; a tensor is read without a copy
 LENGTH = 8  # bytes of the text's own length
-# Values of tables that JSON lacks, by kind: the type, how it is written as a string, and how that is read.
+# Types that JSON lacks, by kind: the type, a function that converts a value to a string, and its inverse.
 WRITTEN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] = {
     "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "date": (date, date.isoformat, date.fromisoformat),
@@ -38,7 +38,7 @@ def encode(value: object, shared: Sequence[Any] = (), *, repeats: bool = False) 
     """Returns the message of plain values, bytes, dates, decimals, lists, tuples, sets, mappings, dataclasses, tensors,
     arrays and images. Raises TypeError for anything else.
 
-    repeats: write a dataclass, tensor, array or image that is there several times only once.
+    repeats: write a dataclass, tensor, array or image that occurs several times only once.
     """
     writer = MessageWriter(shared, repeats)
     text = json.dumps(writer.tree(value)).encode()
@@ -60,7 +60,7 @@ def decode(
     process. repeats: read what `encode` wrote with it; not for untrusted messages, whose values could be read again
     and again.
     """
-    message = message if isinstance(message, bytearray) else bytearray(message)  # tensors may be written into
+    message = message if isinstance(message, bytearray) else bytearray(message)  # writable, as tensors have to be
     begin = LENGTH + int.from_bytes(message[:LENGTH], "little")
     try:
         return Reader(memoryview(message)[begin:], shared, records, repeats).value(json.loads(message[LENGTH:begin]))
@@ -71,7 +71,7 @@ def decode(
 def decode_mapping(
     message: bytes | bytearray, shared: Sequence[Any] = (), records: Collection[type] | None = None
 ) -> dict[str, Any]:
-    """Decodes a message as `decode`; raises ValueError for anything but a mapping, too."""
+    """Decodes a message like `decode`. Raises ValueError also for a value that is not a mapping."""
     value = decode(message, shared, records)
     if not isinstance(value, dict):
         raise ValueError("the answer is not a mapping")
@@ -83,8 +83,8 @@ class MessageWriter:
 
     def __init__(self, shared: Sequence[Any], repeats: bool) -> None:
         self.repeats = repeats
-        self.written: dict[int, int] = {}  # numbers of parts, in the order in which they were completed
-        self.indices = {id(one): index for index, one in enumerate(shared)}
+        self.written: dict[int, int] = {}  # numbers of the parts that are complete, by id() of the value
+        self.indices = {id(item): index for index, item in enumerate(shared)}
         self.parts: list[bytes] = []
         self.size = 0
 
@@ -95,16 +95,16 @@ class MessageWriter:
         if id(value) in self.indices:
             return {"shared": self.indices[id(value)]}
         if type(value) is list:
-            return [self.tree(one) for one in value]
+            return [self.tree(item) for item in value]
         if type(value) is tuple:
-            return {"tuple": [self.tree(one) for one in value]}
+            return {"tuple": [self.tree(item) for item in value]}
         if type(value) is dict:
-            return {"dict": [[self.tree(key), self.tree(one)] for key, one in value.items()]}
+            return {"dict": [[self.tree(key), self.tree(item)] for key, item in value.items()]}
         for kind, (known, write, _) in WRITTEN.items():
             if type(value) is known:
                 return {kind: write(value)}
         if type(value) is set or type(value) is frozenset:
-            return {type(value).__name__: [self.tree(one) for one in value]}
+            return {type(value).__name__: [self.tree(item) for item in value]}
         if id(value) in self.written:
             return {"again": self.written[id(value)]}
         tree = self.part(value)
@@ -122,13 +122,14 @@ class MessageWriter:
             kind = "array" if isinstance(value, np.ndarray) else "scalar"
             return {kind: [value.dtype.str, list(value.shape), *self.put(value.tobytes())]}
         if is_dataclass(value) and not isinstance(value, type):
-            initial = [field.name for field in fields(value) if field.init]  # a record is built anew from these
+            initial = [field.name for field in fields(value) if field.init]  # arguments to rebuild the record
             record, values = type(value), {name: self.tree(vars(value)[name]) for name in initial}
             return {"record": [record.__module__, record.__qualname__, values]}
         return self.of_library(value)
 
     def of_library(self, value: object) -> object:
-        """Returns the JSON tree of a tensor or an image; of a library that is not imported there can be none."""
+        """Returns the JSON tree of a tensor or an image. If a library is not imported, `value` is not one of its
+        objects. Raises TypeError for any other value."""
         if "torch" in sys.modules:
             import torch
 
@@ -146,7 +147,7 @@ class MessageWriter:
         raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
 
     def put(self, part: bytes) -> tuple[int, int]:
-        """Appends padded bytes; returns their offset and length."""
+        """Appends bytes, padded to ALIGNED. Returns their offset and length."""
         begin, padding = self.size, -len(part) % ALIGNED
         self.parts += [part, b"\0" * padding]
         self.size += len(part) + padding
@@ -160,26 +161,26 @@ class Reader:
         self, numbers: memoryview, shared: Sequence[Any], records: Collection[type] | None, repeats: bool
     ) -> None:
         self.numbers, self.shared, self.records, self.repeats = numbers, shared, records, repeats
-        self.parts: list[Any] = []  # where values may be there again
+        self.parts: list[Any] = []  # if `repeats`: the parts so far, to which {"again": index} refers
 
     def value(self, tree: object) -> Any:
         """Decodes a JSON tree to Python objects: a one-entry mapping {kind: content} is a tuple, dict, record, image,
         tensor, array or number; lists and plain values stay."""
         if isinstance(tree, list):
-            return [self.value(one) for one in tree]
+            return [self.value(item) for item in tree]
         if not isinstance(tree, dict):
             return tree
         ((kind, content),) = tree.items()
         if kind == "shared":
             return self.shared[content]
         if kind == "tuple":
-            return tuple(self.value(one) for one in content)
+            return tuple(self.value(item) for item in content)
         if kind == "dict":
-            return {self.value(key): self.value(one) for key, one in content}
+            return {self.value(key): self.value(item) for key, item in content}
         if kind in WRITTEN:
             return WRITTEN[kind][2](content)
         if kind in SETS:
-            return SETS[kind](self.value(one) for one in content)
+            return SETS[kind](self.value(item) for item in content)
         if kind == "again":
             return self.parts[content]
         part = self.part(kind, content)
@@ -188,9 +189,10 @@ class Reader:
         return part
 
     def part(self, kind: str, content: Any) -> object:
+        """Decodes a dataclass, bytes, a tensor, an array or an image."""
         if kind == "record":
             module, name, values = content
-            return self.record(module, name)(**{key: self.value(one) for key, one in values.items()})
+            return self.record(module, name)(**{key: self.value(item) for key, item in values.items()})
         name, shape, begin, size = content
         return self.numeric(kind, name, shape, self.numbers[begin : begin + size])
 
@@ -210,7 +212,8 @@ class Reader:
         return array if kind == "array" else array[()]
 
     def record(self, module: str, name: str) -> type[Any]:
-        """Returns a dataclass by its name. Raises ValueError for anything else, and for one that may not be built."""
+        """Returns a dataclass by its module and name. Raises ValueError for anything else, and for a dataclass that is
+        not in `records`."""
         kind = vars(sys.modules[module])[name] if module in sys.modules else None
         if isinstance(kind, type) and is_dataclass(kind) and (self.records is None or kind in self.records):
             return kind
@@ -218,10 +221,11 @@ class Reader:
 
 
 def image(mode: str, size: list[int], pixels: memoryview) -> Image.Image:
-    """Returns an image. Raises ValueError where the size does not fit the pixels; Pillow allocates before it checks."""
+    """Returns an image. Raises ValueError if the size does not fit the pixels, which Pillow checks only after it has
+    allocated memory."""
     from PIL import Image
 
     width, height = size
-    if mode not in MODES or width * height > 8 * len(pixels):  # of mode 1 a byte holds eight pixels
+    if mode not in MODES or width * height > 8 * len(pixels):  # mode 1 has eight pixels in a byte
         raise ValueError(f"{len(pixels)} bytes are not an image of mode {mode} and size {size}")
     return Image.frombytes(mode, (width, height), bytes(pixels))

@@ -21,7 +21,7 @@ from mmrl.settings import Section, option
 
 LINUX = sys.platform == "linux"
 GIBIBYTE = 1 << 30
-END_S = 5.0  # for killed processes to be gone
+END_S = 5.0  # seconds for killed processes to end
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 _ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@:]*+:[^/\s@]*+@")
@@ -52,7 +52,7 @@ class Limits(Section):
     )
 
     def apply(self) -> None:
-        """Sets the limits of this process and of what it will start, for good."""
+        """Sets the limits of this process and of the processes that it will start, irrevocably."""
         if not LINUX:
             return
         _lower(resource.RLIMIT_AS, _address_space() + int(self.memory_gib * GIBIBYTE))
@@ -68,7 +68,7 @@ class Limits(Section):
         """Sets RLIMIT_NPROC, unless no process could be started under it: the kernel also counts the user's processes
         in other containers, which this one cannot see."""
         before = resource.getrlimit(resource.RLIMIT_NPROC)
-        limit = _tasks_of_user() + self.processes + 1  # one is for the trial
+        limit = _tasks_of_user() + self.processes + 1  # 1: the trial process below
         if before[1] != resource.RLIM_INFINITY and before[1] <= limit:
             return
         resource.setrlimit(resource.RLIMIT_NPROC, (limit, before[1]))
@@ -107,12 +107,12 @@ def end_descendants(keep: Collection[int] = ()) -> None:
     while (pids := _descendants(os.getpid(), keep)) and time.monotonic() < end:
         for pid in pids:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)  # first all of them stop, or they could fork faster than they are killed
+                os.kill(pid, signal.SIGSTOP)  # all are stopped first, or they could fork faster than they are killed
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in pids:
-            with suppress(ChildProcessError):  # a grandchild; it is a child in a later round
+            with suppress(ChildProcessError):  # not a child yet; it is adopted and awaited in a later round
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(1e-3)
 
@@ -123,17 +123,20 @@ def tasks_below(pid: int) -> int:
 
 
 def _threads(pid: int) -> int:
+    """Returns the number of threads of a process; 0 if it has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
         return len(os.listdir(f"/proc/{pid}/task"))
     return 0
 
 
 def _descendants(pid: int, keep: Collection[int]) -> list[int]:
+    """Returns the ids of all descendants of a process except its children `keep` and their descendants."""
     children = [child for child in _children(pid) if child not in keep]
-    return [*children, *(one for child in children for one in _descendants(child, keep))]
+    return [*children, *(below for child in children for below in _descendants(child, keep))]
 
 
 def _children(pid: int) -> list[int]:
+    """Returns the ids of the children of a process."""
     pids: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, or this is not Linux
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -142,16 +145,19 @@ def _children(pid: int) -> list[int]:
 
 
 def _lower(which: int, limit: int) -> None:
+    """Sets soft and hard limit of the resource `which` to `limit`, or to the present hard limit if that is lower."""
     _, hard = resource.getrlimit(which)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(which, (limit, limit))
 
 
 def _address_space() -> int:
+    """Returns the size of this process's address space in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _cpu_seconds() -> float:
+    """Returns the CPU time that this process has used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -162,6 +168,7 @@ def _tasks_of_user() -> int:
 
 
 def _tasks(status: Path) -> int:
+    """Returns the number of threads of a process with this user's id, else 0. status: its file in /proc."""
     with suppress(OSError):  # it has ended
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
         if int(fields["Uid"].split()[0]) == os.getuid():

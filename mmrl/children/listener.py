@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from mmrl.children.channel import POLL_S, Channel
 
 KEY = "MMRL_CHILD_KEY"  # environment variable that holds the key of a process; secret
-GREETING_S = 20.0  # for a caller to prove that it has the key
-MOST_GREETINGS = 32  # callers at a time that have not
-RETRY_S = 0.1  # after an error of accept
+GREETING_S = 20.0  # seconds for a caller to prove that it has the key
+MOST_GREETINGS = 32  # callers at a time that have not proved it yet
+RETRY_S = 0.1  # seconds until the next accept after an error
 
 
 class Pair:
@@ -29,6 +29,7 @@ class Pair:
         self.ours, self.theirs = socket.socketpair()
 
     def accept(self, poll: Callable[[], None], limit_s: float) -> Channel:
+        """Returns the channel at once; the arguments are for a `Listener`."""
         return Channel(self.ours)
 
     def close(self) -> None:
@@ -47,7 +48,8 @@ class Listener:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def accept(self, poll: Callable[[], None], limit_s: float) -> Channel:
-        """Awaits the connection. poll: called meanwhile; raises where none will come. Raises TimeoutError."""
+        """Waits for the connection. poll: called meanwhile; it raises if none will come. Raises TimeoutError after
+        `limit_s` seconds."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end:
             with suppress(queue.Empty):
@@ -69,15 +71,17 @@ class Listener:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(RETRY_S)  # out of descriptors, say: strangers that hold them are dismissed in GREETING_S
+                # For example no free file descriptor: callers without the key free theirs after GREETING_S.
+                time.sleep(RETRY_S)
                 continue
             if not self._greetings.acquire(blocking=False):
                 caller.close()
                 continue
-            # Each in a thread of its own, so that a silent one does not block the others.
+            # In a thread of its own, so that a silent caller does not block the others.
             threading.Thread(target=self._greet, args=(caller,), daemon=True).start()
 
     def _greet(self, caller: socket.socket) -> None:
+        """Authenticates a caller, and closes its connection if it does not have the key."""
         try:
             _challenge(caller, self.key, deliver_challenge, answer_challenge)
         except (AuthenticationError, EOFError, OSError, ValueError):
@@ -89,18 +93,21 @@ class Listener:
 
 
 def dial(host: str, port: int, key: str) -> Channel:
-    """Connects to a `Listener`. Raises OSError, EOFError or AuthenticationError where it does not listen or the key is
-    another one."""
+    """Connects to a `Listener`. Raises OSError, EOFError or AuthenticationError if it does not listen or has another
+    key."""
     caller = socket.create_connection((host, port))
     _challenge(caller, key, answer_challenge, deliver_challenge)
     return Channel(caller)
 
 
 def _challenge(caller: socket.socket, key: str, *steps: Callable[[Connection, bytes], None]) -> None:
-    """Authenticates both sides by the key, which is not sent."""
+    """Authenticates both processes by the key, which is not sent. steps: the two halves of the handshake, in this
+    process's order. Raises AuthenticationError, EOFError or OSError if it fails or takes longer than GREETING_S
+    seconds."""
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     caller.settimeout(None)
-    late = threading.Timer(GREETING_S, partial(_hang_up, caller))  # a limit of each wait would not bound their sum
+    # A time limit of each wait would not bound the total time.
+    late = threading.Timer(GREETING_S, partial(_hang_up, caller))
     late.start()
     try:
         with Connection(os.dup(caller.fileno())) as link:
@@ -111,5 +118,6 @@ def _challenge(caller: socket.socket, key: str, *steps: Callable[[Connection, by
 
 
 def _hang_up(caller: socket.socket) -> None:
+    """Closes a connection, upon which waits for it end with an error."""
     with suppress(OSError):
         caller.shutdown(socket.SHUT_RDWR)

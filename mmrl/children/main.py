@@ -2,8 +2,8 @@
 `mmrl.children.child.Child`.
 
 It builds the service from its first message, then answers one message after the other. While it works it sends a sign
-of life every second, by which it also notices that the other side has gone. It ends with the process that started it,
-however that ends.
+of life every second, by which it also notices that the connection is closed. It ends with the process that started it,
+also if that crashes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmrl.children.processes import end_group, end_with_parent, leave_signals_to
 from mmrl.errors import UserError, describe_error
 from mmrl.runtime.logging import quieten_environment
 
-BEAT_S = 1.0  # between signs of life
+BEAT_S = 1.0  # seconds between two signs of life
 
 
 class Service(ABC):
@@ -36,19 +36,20 @@ class Service(ABC):
     facts: object = None
 
     @abstractmethod
-    def answer(self, request: Any) -> object: ...
+    def answer(self, request: Any) -> object:
+        """Returns the answer to a request, a value that `mmrl.children.frames.encode` takes."""
 
     def shared(self, request: Any) -> Sequence[Any]:
         """Returns the objects of the request that the answer may name instead of repeating them."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Frees what the service holds; called when the other side has closed."""
+        """Frees the resources of the service; called when the channel is closed."""
 
 
 def serve(channel: Channel, make: Callable[[Any], Service], abandoned: Callable[[], None]) -> None:
-    """Answers requests until the other side closes the channel. make: builds the service from the first request.
-    abandoned: called where the other side closes while a request is being computed."""
+    """Answers requests until the other process closes the channel. make: builds the service from the first request.
+    abandoned: called if the channel is closed while an answer is computed."""
     busy, services = threading.Event(), list[Service]()
     threading.Thread(target=_beat, args=(channel, busy, abandoned), daemon=True).start()
     with suppress(ConnectionError):
@@ -77,7 +78,8 @@ def _answer(services: list[Service], make: Callable[[Any], Service], request: ob
 
 
 def _beat(channel: Channel, busy: threading.Event, abandoned: Callable[[], None]) -> None:
-    """Sends signs of life while a request is computed, until the other side is gone; then calls `abandoned`."""
+    """Sends signs of life while an answer is computed. Calls `abandoned` when the other process has closed the
+    channel."""
     with suppress(OSError):
         while busy.wait():
             time.sleep(BEAT_S)
@@ -97,7 +99,7 @@ def main() -> None:
         channel = Channel(socket.socket(fileno=int(address[0])))
     else:
         channel = dial(address[0], int(address[1]), os.environ.pop(KEY))
-    end = partial(end_group, 0)  # with all that it started
+    end = partial(end_group, 0)  # ends this process with all processes that it started
     serve(channel, vars(importlib.import_module(module))[name], end)
     end()
 

@@ -13,9 +13,9 @@ from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
-PARENT = "MMRL_PARENT"  # environment variable: the process with which one that `run_command` starts ends
+PARENT = "MMRL_PARENT"  # environment variable: id of the process that ran this one by `run_command`
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)
+HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)  # signals that `run_command` forwards
 
 
 class LocalProcess:
@@ -56,7 +56,7 @@ class LocalProcess:
         return self.running.wait(timeout)
 
     def kill(self) -> None:
-        """Kills the process with all that it started."""
+        """Kills the process with all processes that it started."""
         end_group(self.pid)
         self.running.wait()
         if self.running.stdin is not None:
@@ -64,8 +64,8 @@ class LocalProcess:
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Runs a command of mmrl to its end and returns its return code. It stays in this process's group, where Ctrl-C
-    reaches it, gets the signals HANDED_ON that reach this process, and ends with it (`end_with_starter`)."""
+    """Runs a command of mmrl to its end and returns its return code. The command stays in this process's group, so that
+    Ctrl-C reaches it; the signals HANDED_ON are forwarded to it; it ends with this process (`end_with_starter`)."""
     running = subprocess.Popen(list(command), env=os.environ | {PARENT: str(os.getpid())})
 
     def hand_on(signum: int, frame: FrameType | None) -> None:
@@ -81,7 +81,7 @@ def run_command(command: Sequence[str]) -> int:
 
 
 def stopped_by(code: int) -> int:
-    """Returns the signal that stopped a process with return code `code`: SIGTERM, SIGUSR1 or SIGINT, also where the
+    """Returns the signal that stopped a process with return code `code`: SIGTERM, SIGUSR1 or SIGINT, also if the
     process caught it and exited with 128 + its number. Returns 0 for other return codes."""
     signum = -code if code < 0 else code - 128
     return signum if signum in (*HANDED_ON, signal.SIGINT) else 0
@@ -94,12 +94,12 @@ def end_with_forker() -> None:
 
 
 def end_with_starter() -> None:
-    """Has the kernel kill this process when the one that started it by `run_command` ends, however that ends. Does
-    nothing to a process that was started otherwise."""
+    """Has the kernel kill this process when the process that started it by `run_command` ends, also if that crashes.
+    Does nothing in a process that was started in another way."""
     parent = os.environ.pop(PARENT, None)
     if parent is not None:
         end_with_forker()
-        if os.getppid() != int(parent):  # it ended before the kernel was asked
+        if os.getppid() != int(parent):  # the starter ended before the kernel was asked
             os._exit(1)
 
 
@@ -118,19 +118,20 @@ def end_group(leader: int) -> None:
 
 def end_with_parent() -> None:
     """Kills this process's group when the parent ends; to be run in a thread. The parent holds the other end of
-    standard input and never writes, so that it closes however the parent ends."""
+    standard input and never writes, so that it is closed when the parent ends, also if it crashes."""
     sys.stdin.read()
     os.killpg(0, signal.SIGKILL)
 
 
 def module_path(python: str | None) -> dict[str, str]:
-    """Returns PYTHONPATH for `python`: this process's module path for the same interpreter, none for another one, which
-    must not see this one's packages."""
-    same = python in (None, sys.executable)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)) if same else ""}
+    """Returns PYTHONPATH for `python`: this process's module path for the same interpreter, empty for another
+    interpreter, which must not import this one's packages."""
+    is_same = python in (None, sys.executable)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)) if is_same else ""}
 
 
 def free_port(host: str) -> int:
+    """Returns a port of this host's address `host` on which no process listens."""
     with closing(socket.create_server((host, 0))) as probe:
         return probe.getsockname()[1]
 

@@ -22,25 +22,25 @@ from mmrl.children.processes import LocalProcess, end_with_parent, free_port, ta
 from mmrl.errors import UserError
 from mmrl.runtime.installation import extra_command
 
-NOTICE_S = 10.0  # of waiting for resources, after which the user is warned
-STOP_S = 10.0  # for a host to answer that its process has ended
-TAIL = 1 << 16  # bytes of a log
-RETRY_S = 0.5  # between two questions to an actor that is out of reach for now
-THREADS = 8  # of an actor: one awaits the process, others answer
+NOTICE_S = 10.0  # seconds of waiting for resources, after which the user is warned
+STOP_S = 10.0  # seconds for an actor to stop its process
+TAIL = 1 << 16  # bytes at the end of a process's output that are returned
+RETRY_S = 0.5  # seconds between two calls of an actor that cannot be reached at present
+THREADS = 8  # threads of an actor: one awaits the process, the others answer calls
 _log = logging.getLogger(__name__)
-_joined: str | None = None  # Ray knows one cluster a process
+_joined: str | None = None  # address of the cluster of this process, which can be in one only
 
 
 class Cluster:
     """A running Ray cluster that this host belongs to.
 
-    host: the address of this host, as the others know it. Raises UserError where Ray is not installed or does not run
-    at the address, and where this process is in another cluster already.
+    host: the address of this host, as the other hosts know it. Raises UserError if Ray is not installed or does not run
+    at the address, and if this process is already in another cluster.
     """
 
     def __init__(self, address: str, key: str) -> None:
-        """address: HOST:PORT of the head; "auto": of the cluster that runs on this host. key: the configuration key
-        that holds the address, for messages."""
+        """address: HOST:PORT of the head; "auto": the cluster that runs on this host. key: the configuration key that
+        holds the address, for messages."""
         global _joined
         self.name = f"{key}={address}"
         if importlib.util.find_spec("ray") is None:
@@ -56,13 +56,13 @@ class Cluster:
 
     def _join(self, address: str) -> None:
         """Connects to the Ray cluster at HOST:PORT or auto, and keeps this process's own handler of SIGTERM. Raises
-        UserError where there is none."""
+        UserError if there is none."""
         import ray
 
         before = signal.getsignal(signal.SIGTERM)
         try:
-            address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address  # as Ray has it
-            if address != "auto":  # where nothing listens Ray itself tries for minutes
+            address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address  # as Ray itself does
+            if address != "auto":  # if nothing listens there, Ray would try for minutes
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=5).close()
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
@@ -74,12 +74,14 @@ class Cluster:
                 "on all hosts, this one too: ray start --head on the first, ray start --address=HEAD:6379 on others"
             ) from None
         finally:
-            if signal.getsignal(signal.SIGTERM) is not before:  # Ray's would end a run that shall save first
+            if (
+                signal.getsignal(signal.SIGTERM) is not before
+            ):  # Ray's handler would end a run before it saves a checkpoint
                 signal.signal(signal.SIGTERM, before)
 
     def allocate(self, *, gpus: int = 0, log: Path | None = None) -> RayProcess:
-        """Requests one CPU and `gpus` GPUs for a process, spread over the hosts, without awaiting them. log: a file of
-        this host to which the end of the output is appended."""
+        """Requests one CPU and `gpus` GPUs for a process, and returns without waiting for them; processes are spread
+        over the hosts. log: a file on this host to which the end of the output is appended."""
         return RayProcess(self, gpus, log)
 
     def shortage(self, gpus: int) -> str:
@@ -94,8 +96,8 @@ class Cluster:
 
 
 class RayProcess:
-    """A process on a host that Ray chose, with the interface of a `subprocess.Popen`. Where Ray loses the host or the
-    actor of the process, its return code is -SIGKILL. It ends with this process, however that ends."""
+    """A process on a host that Ray chose, with the interface of a `subprocess.Popen`. If Ray loses the host or the
+    actor of the process, its return code is -SIGKILL. It ends with this process, also if that crashes."""
 
     def __init__(self, cluster: Cluster, gpus: int, log: Path | None) -> None:
         import ray
@@ -110,10 +112,10 @@ class RayProcess:
         self._address = self._actor.free_address.remote()
         self._end: Any = None
 
-    def room(self, patience_s: float) -> tuple[str, int]:
-        """Awaits the resources; returns the address of the host and a free port of it.
+    def await_resources(self, patience_s: float) -> tuple[str, int]:
+        """Waits for the resources. Returns the address of the host and a free port on it.
 
-        Raises UserError if there is no room within so many seconds, ConnectionError if the host is lost.
+        Raises UserError if no host has the resources within `patience_s` seconds, ConnectionError if the host is lost.
         """
         import ray
         from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
@@ -128,7 +130,7 @@ class RayProcess:
                 return ray.get(self._address, timeout=min(NOTICE_S, patience_s - waited))
             except GetTimeoutError:
                 continue
-            except ActorUnavailableError:  # whether it is lost Ray has still to find out
+            except ActorUnavailableError:  # Ray does not know yet whether the actor is lost
                 time.sleep(RETRY_S)
                 self._address = self._actor.free_address.remote()
             except RayError as error:
@@ -138,24 +140,26 @@ class RayProcess:
         raise UserError(f"{self.cluster.shortage(self.gpus)}; add hosts, or ask for fewer processes")
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str], python: str | None = None) -> None:
-        """Starts `python ARGUMENTS` as soon as there is room. python: None for the interpreter that runs Ray there.
-        environment: variables that differ from those of Ray there."""
+        """Starts `python ARGUMENTS` as soon as a host has the resources. python: None for the interpreter that runs Ray
+        there. environment: variables that differ from those of Ray there."""
         self._end = self._actor.run.remote(python, list(arguments), dict(environment))
 
     @property
     def pid(self) -> int:
-        """The process id on its host."""
+        """The id of the process on its host."""
         import ray
 
         return ray.get(self._actor.pid.remote())
 
     def poll(self) -> int | None:
+        """Returns the return code; None if the process still runs."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end of the process and returns its code. Raises TimeoutExpired after `timeout` seconds."""
         import ray
         from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
@@ -164,7 +168,7 @@ class RayProcess:
                 self._finish(*ray.get(self._end, timeout=timeout))
             except GetTimeoutError:
                 raise subprocess.TimeoutExpired("a process placed by Ray", timeout or 0) from None
-            except ActorUnavailableError:  # whether it is lost Ray has still to find out
+            except ActorUnavailableError:  # Ray does not know yet whether the actor is lost
                 time.sleep(RETRY_S)
                 self._end = self._actor.outcome.remote()
             except RayError as error:
@@ -172,7 +176,7 @@ class RayProcess:
         return self.returncode
 
     def kill(self) -> None:
-        """Kills the process with all that it started, and frees its resources."""
+        """Kills the process with all processes that it started, and frees its resources."""
         import ray
         from ray.exceptions import RayError
 
@@ -198,9 +202,10 @@ class RayActor:
 
     def __init__(self) -> None:
         self.process: LocalProcess | None = None
-        self.over, self.ended = threading.Event(), (0, "")
+        self.finished, self.result = threading.Event(), (0, "")
 
     def free_address(self) -> tuple[str, int]:
+        """Returns the address of this host and a free port on it."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -208,21 +213,21 @@ class RayActor:
 
     def run(self, python: str | None, arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
         """Runs the process to its end; returns its `outcome`."""
-        self.ended = self._run(python, arguments, environment)
-        self.over.set()
-        return self.ended
+        self.result = self._run(python, arguments, environment)
+        self.finished.set()
+        return self.result
 
     def outcome(self) -> tuple[int, str]:
-        """Awaits the end; returns the return code and the end of the output."""
-        self.over.wait()
-        return self.ended
+        """Waits for the end of the process. Returns its return code and the end of its output."""
+        self.finished.wait()
+        return self.result
 
     def _run(self, python: str | None, arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
         with tempfile.NamedTemporaryFile() as file:
             command = [sys.executable, "-m", "mmrl.children.ray", python or sys.executable, *arguments]  # see `guard`
             self.process = LocalProcess(command, os.environ | environment, log=Path(file.name))
             code = self.process.wait()
-            self.process.kill()  # what it may have left
+            self.process.kill()  # also the processes that it started
             return code, tail(Path(file.name), TAIL)
 
     def pid(self) -> int | None:
@@ -234,9 +239,9 @@ class RayActor:
 
 
 def guard(command: list[str]) -> int:
-    """Runs `command` as a process between an actor and its process. Where an actor ends, Ray kills its children but not
-    theirs; the command notices that this process ended, and ends all of its own. Returns the return code, 127 where the
-    command cannot be started."""
+    """Runs `command`; this process runs between an actor and the command. When an actor ends, Ray kills its children,
+    such as this process, but not their children; the command notices that this process has ended, and ends with all its
+    processes. Returns the return code, 127 if the command cannot be started."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         code = subprocess.Popen(command, stdin=subprocess.PIPE).wait()
@@ -249,6 +254,7 @@ def guard(command: list[str]) -> int:
 
 
 def _first_line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
     return str(error).strip().partition("\n")[0]
 
 

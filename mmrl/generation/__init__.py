@@ -1,1 +1,1 @@
-"""Engines that a token policy may sample with, and the one definition of the distribution they sample from."""
+"""Engines that sample tokens, and the distribution that all of them sample from."""

@@ -1,5 +1,5 @@
-"""Importance-sampling correction for tokens that a generator, such as vLLM, samples with other log-probabilities than
-the trainer computes."""
+"""Importance-sampling correction for tokens whose log-probabilities in a generator, such as vLLM, differ from the
+trainer's."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mmrl.generation.settings import Correction
 from mmrl.rollouts import ROUTING_DIFFERS, Replay, Rollouts, old_logp, require
 
 
-def corrected(micro: Rollouts, replay: Replay, correction: Correction) -> dict[str, Tensor]:
+def apply_correction(micro: Rollouts, replay: Replay, correction: Correction) -> dict[str, Tensor]:
     """Multiplies `replay.weight` by the correction weights of a micro-batch, and returns statistics by metric name.
 
     The weights are truncated ratios of the trainer's to the generator's probabilities, 0 for rejected tokens, and 1 for
-    rollouts that no generator made.
+    rollouts that the trainer itself sampled (NaN in `micro.behaviour_logp`).
     """
     old = old_logp(micro, replay)
     sampled = require(micro.behaviour_logp, "likelihoods of a generator").to(old.device)
-    sampled = sampled.where(~sampled.isnan(), old)  # of rollouts that no generator made
+    sampled = sampled.where(~sampled.isnan(), old)  # NaN: the trainer itself sampled the rollout
     options: dict[str, Any] = {"weight": None}
     if correction.weight is not None:
         options = {"weight": correction.weight.level, "cap": correction.weight.cap}

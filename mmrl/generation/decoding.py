@@ -15,62 +15,62 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-PACKED = "mmrl_packed"  # SDPA, of rows one behind the other where they are packed: policies.vlm.responses.packing
-SHARED_HEADS = "mmrl_shared_heads"  # `shared_heads`, among the implementations of attention that transformers knows
+PACKED = "mmrl_packed"  # SDPA that also takes packed rows: see policies.vlm.responses.packing
+SHARED_HEADS = "mmrl_shared_heads"  # the name under which transformers knows `shared_heads`
 
 
 class GrowingLayer(DynamicLayer):
     """The key-value cache of one layer, [row, head, token, channel], with spare memory for further tokens.
 
-    Full memory is doubled, up to `longest` tokens, so that the cost of copies for each token is constant on average.
-    Tokens are written in place, so it is only for passes without gradients.
+    When it is full, its memory is doubled, up to `max_tokens`, so that copying costs each token a constant time on
+    average. Tokens are written in place, so it is only for passes without gradients.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, max_tokens: int) -> None:
         super().__init__()
-        self.longest = longest
-        self._room: tuple[Tensor, Tensor] | None = None
+        self.max_tokens = max_tokens
+        self._memory: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         before, length = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
-        if self._room is None or length > self._room[0].shape[-2]:
-            self._move(key_states, value_states, max(length, min(2 * length, self.longest)))
-        assert self._room is not None
-        for room, new in zip(self._room, (key_states, value_states), strict=True):
-            room[:, :, before:length] = new
-        self.keys, self.values = (room[:, :, :length] for room in self._room)
+        if self._memory is None or length > self._memory[0].shape[-2]:
+            self._allocate(key_states, value_states, max(length, min(2 * length, self.max_tokens)))
+        assert self._memory is not None
+        for memory, new in zip(self._memory, (key_states, value_states), strict=True):
+            memory[:, :, before:length] = new
+        self.keys, self.values = (memory[:, :, :length] for memory in self._memory)
         return self.keys, self.values
 
-    def _move(self, key_states: Tensor, value_states: Tensor, tokens: int) -> None:
+    def _allocate(self, key_states: Tensor, value_states: Tensor, tokens: int) -> None:
         """Copies keys and values into new memory for `tokens` tokens, with the shape and dtype of the new states."""
-        length, moved = self.get_seq_length(), []
+        length, allocated = self.get_seq_length(), []
         for old, like in ((self.keys, key_states), (self.values, value_states)):
-            room = like.new_empty(*like.shape[:2], tokens, like.shape[3])
+            memory = like.new_empty(*like.shape[:2], tokens, like.shape[3])
             if length:
                 assert old is not None
-                room[:, :, :length] = old
-            moved.append(room)
-        self._room = (moved[0], moved[1])
+                memory[:, :, :length] = old
+            allocated.append(memory)
+        self._memory = (allocated[0], allocated[1])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._room = None  # the next token moves them
+        self._memory = None  # allocated again for the next token
 
     def reset(self) -> None:
         super().reset()
-        self._room = None
+        self._memory = None
 
 
-def growing_cache(config: PreTrainedConfig, longest: int) -> DynamicCache:
-    """Returns an empty cache with GrowingLayers for sequences of at most `longest` tokens.
+def growing_cache(config: PreTrainedConfig, max_tokens: int) -> DynamicCache:
+    """Returns an empty cache with GrowingLayers for sequences of at most `max_tokens` tokens.
 
-    config: that of the language model. Layers that do not keep all keys and values (such as sliding windows) stay
+    config: the language model's. Layers that do not keep all keys and values (such as sliding windows) stay
     transformers' own.
     """
     cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer(longest) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [GrowingLayer(max_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
@@ -80,12 +80,12 @@ def shared_heads(
     """Computes attention by SDPA for one new token without repeating keys and values for the query heads that share
     them (grouped-query attention): these heads are passed to SDPA as tokens.
 
-    query: [row, head, token, channel], heads with common keys side by side. With several tokens or other options it
-    calls transformers' own function. Returns the output [row, token, head, channel] and None.
+    query: [row, head, token, channel], heads with common keys side by side. For several tokens, and with other options,
+    it calls transformers' own function. Returns the output [row, token, head, channel] and None.
     """
     heads, shared = query.shape[1], key.shape[1]
-    plain = query.shape[2] == 1 and heads != shared and not options.get("output_attentions", False)
-    if not plain or options.get("position_bias") is not None or options.get("cache") is not None:
+    is_plain = query.shape[2] == 1 and heads != shared and not options.get("output_attentions", False)
+    if not is_plain or options.get("position_bias") is not None or options.get("cache") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows, _, _, size = query.shape
     output = torch.nn.functional.scaled_dot_product_attention(
@@ -107,10 +107,10 @@ AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
 def decoding(config: PreTrainedConfig) -> Iterator[None]:
     """Context in which a model computes attention by `shared_heads`, if it uses SDPA. config: that of its language
     model."""
-    usual = config._attn_implementation
-    if usual in ("sdpa", PACKED):
+    original = config._attn_implementation
+    if original in ("sdpa", PACKED):
         config._attn_implementation = SHARED_HEADS
     try:
         yield
     finally:
-        config._attn_implementation = usual
+        config._attn_implementation = original

@@ -33,14 +33,14 @@ def shape_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = No
     if sampling.temperature not in (0.0, 1.0):
         logits = logits / sampling.temperature
     if sampling.top_k > 0 or sampling.top_p < 1:
-        out = _outside(logits.detach(), sampling.top_k, sampling.top_p)
+        truncated = _truncated(logits.detach(), sampling.top_k, sampling.top_p)
         if keep is not None:
-            out = out.scatter(-1, keep[:, None], False)
-        logits = logits.masked_fill(out, -torch.inf)
+            truncated = truncated.scatter(-1, keep[:, None], False)
+        logits = logits.masked_fill(truncated, -torch.inf)
     return logits
 
 
-def _outside(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+def _truncated(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Returns a mask [row, vocabulary] of the tokens outside the top-k set, or outside the nucleus (top-p, arXiv
     1904.09751) of the renormalised rest, in the order of vLLM and transformers. Ties with the k-th token are inside."""
     ordered, order = logits.sort(dim=-1, descending=True)
@@ -48,12 +48,12 @@ def _outside(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered = ordered.masked_fill(ordered < ordered[:, top_k - 1 : top_k], -torch.inf)
     probability = ordered.softmax(-1)
     before = probability.cumsum(-1) - probability  # mass of the tokens that come first; the first is always inside
-    out = (before >= top_p) if top_p < 1 else torch.zeros_like(before, dtype=torch.bool)
-    out |= ordered == -torch.inf
-    return torch.zeros_like(out).scatter(-1, order, out)
+    truncated = (before >= top_p) if top_p < 1 else torch.zeros_like(before, dtype=torch.bool)
+    truncated |= ordered == -torch.inf
+    return torch.zeros_like(truncated).scatter(-1, order, truncated)
 
 
-def draw(logits: Tensor, generators: list[torch.Generator]) -> Tensor:
+def add_gumbel_noise(logits: Tensor, generators: list[torch.Generator]) -> Tensor:
     """Returns logits plus Gumbel noise, whose argmax is a sample of softmax(logits).
 
     logits: [row, vocabulary]. generators: one for each row, so that a rollout depends on its own seed only, and not on
@@ -62,5 +62,5 @@ def draw(logits: Tensor, generators: list[torch.Generator]) -> Tensor:
     noise = torch.empty_like(logits)
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
-    # Some builds draw an exact 0, whose noise would be infinite: a sure token, or NaN where the logit is -inf.
+    # Some builds of torch draw an exact 0, whose noise would be infinite: the token would always be sampled, or be NaN.
     return logits - noise.clamp_min(torch.finfo(noise.dtype).eps / 2).log()

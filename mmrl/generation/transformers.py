@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from mmrl.generation.decoding import decoding, growing_cache
-from mmrl.generation.sampling import Sampling, draw, shape_logits
+from mmrl.generation.sampling import Sampling, add_gumbel_noise, shape_logits
 
-LEAVING = 8  # ended responses leave the batch when they are 1/LEAVING of it; the cache of the others is copied then
+LEAVING = 8  # ended responses leave the batch once they are 1/LEAVING of it: that copies the cache of the others
 
 
 class _Draw(LogitsProcessor):
@@ -27,7 +27,7 @@ class _Draw(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logits = shape_logits(scores, self.sampling)
-        return logits if self.sampling.temperature == 0 else draw(logits, self.generators)
+        return logits if self.sampling.temperature == 0 else add_gumbel_noise(logits, self.generators)
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def generate(
 ) -> list[Tensor]:
     """Samples one response for each row. Returns int64 tensors [token], with the end token if one was sampled.
 
-    inputs: those of the model, left-padded, with `input_ids` [row, length]. seeds: one for each row. eos: ids that end
+    inputs: the model's inputs, left-padded, with `input_ids` [row, length]. seeds: one for each row. eos: ids that end
     a response. synced: whether all ranks stay in the decoding loop until the last has finished, as ZeRO-3 needs, where
     a forward pass is a collective operation.
     """
@@ -52,8 +52,8 @@ def generate(
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(eos), pad_token_id=pad, use_cache=True
     )
     processors = LogitsProcessorList([_Draw(sampling, seeds, inputs["input_ids"].device)])
-    generator: Any = model  # the stubs of nn.Module take its methods for tensors
-    output = generator.generate(**inputs, generation_config=config, logits_processor=processors, synced_gpus=synced)
+    untyped: Any = model  # mypy takes methods of an nn.Module for tensors
+    output = untyped.generate(**inputs, generation_config=config, logits_processor=processors, synced_gpus=synced)
     responses = output[:, inputs["input_ids"].shape[1] :].cpu()
     return [_until_end(row, eos) for row in responses]
 
@@ -76,10 +76,10 @@ class Prefix:
     ) -> None:
         """Processes the prompts.
 
-        inputs: those of the model, padded on either side, with `input_ids` and `attention_mask` [prompt, length].
-        cache: an empty one; None: a new one that gradients flow through. every_layer: whether `layers`, the hidden
-        states [row, token, hidden] of the last call, has those of all layers, the input embeddings first, or only of
-        the last one.
+        inputs: the model's inputs, padded on either side, with `input_ids` and `attention_mask` [prompt, length].
+        cache: an empty cache; None: a new one, through which gradients flow. every_layer: whether `layers` holds the
+        hidden states [row, token, hidden] of all layers in the last call, the input embeddings first, or only those of
+        the last layer.
         """
         self.model, self.every_layer = model.base_model, every_layer
         self.layers: tuple[Tensor, ...] = ()
@@ -88,7 +88,7 @@ class Prefix:
         position_ids = positions(model, inputs)
         self.next_position = position_ids.amax(-1).view(-1, len(self.mask)).amax(0) + 1  # [row]
         self.hidden = self._forward(**inputs, position_ids=position_ids)  # [row, length, hidden]
-        end = self.mask.cumsum(1).argmax(1)  # the first column at which all tokens have been counted
+        end = self.mask.cumsum(1).argmax(1)  # column of the last token: the first one with the largest count
         self.last = self.hidden[torch.arange(len(end), device=end.device), end]  # [row, hidden]
 
     def select(self, index: Tensor) -> Prefix:
@@ -101,14 +101,14 @@ class Prefix:
         self.hidden = self.hidden.new_empty(0)
         return self
 
-    def begin(self, begun: Sequence[Tensor]) -> Prefix:
-        """Processes the given beginning of each prompt's response, an int64 tensor [token] that may be empty. Returns
-        self."""
-        width, device = max(map(len, begun)), self.mask.device
+    def begin(self, prefixes: Sequence[Tensor]) -> Prefix:
+        """Processes the given beginnings of the prompts' responses. prefixes: one int64 tensor [token] for each row,
+        possibly empty. Returns self."""
+        width, device = max(map(len, prefixes)), self.mask.device
         if width == 0:
             return self
-        ids = torch.stack([F.pad(own, (width - len(own), 0)) for own in begun]).to(device)
-        lengths = torch.tensor([len(own) for own in begun], device=device)
+        ids = torch.stack([F.pad(tokens, (width - len(tokens), 0)) for tokens in prefixes]).to(device)
+        lengths = torch.tensor([len(tokens) for tokens in prefixes], device=device)
         mask = (torch.arange(width, device=device) >= width - lengths[:, None]).to(self.mask)
         position_ids = self.next_position[:, None] + (mask.cumsum(1) - 1).clamp_min(0)
         self.mask, self.next_position = torch.cat([self.mask, mask], 1), self.next_position + lengths
@@ -133,8 +133,8 @@ class Prefix:
         return output.last_hidden_state
 
 
-# Inputs of the positions of tokens in models with images and videos. second_per_grid_ts, the seconds between two rows
-# of a video's grid, is there where a family counts seconds.
+# Inputs from which models with images and videos compute positions of tokens. second_per_grid_ts: the seconds between
+# two rows of a video's grid, in models that count seconds.
 POSITION_INPUTS = (
     "input_ids",
     "mm_token_type_ids",
@@ -159,38 +159,38 @@ def generate_groups(
     inputs: dict[str, Tensor],
     *,
     prompts: Tensor,
-    begun: Sequence[Tensor],
+    prefixes: Sequence[Tensor],
     rows: Tensor,
     sampling: Sampling,
     seeds: list[int],
     eos: tuple[int, ...],
     limits: Sequence[int],
 ) -> list[Tensor]:
-    """Samples responses as `generate` does, but processes each prompt, and each beginning that several responses share,
+    """Samples responses as `generate` does, but processes each prompt, and each prefix that several responses share,
     only once. Returns the new tokens of each response.
 
-    inputs: those of the model, one row for each prompt. begun: given beginnings of responses, int64 [token] each,
-    possibly empty. prompts: [beginning] int64, the prompt of each beginning. rows: [response] int64, the beginning that
-    each response continues. seeds, limits: a seed and a maximum number of new tokens for each response.
+    inputs: the model's inputs, one row for each prompt. prefixes: given beginnings of responses, int64 [token] each,
+    possibly empty. prompts: [prefix] int64, the prompt of each prefix. rows: [response] int64, the prefix that each
+    response continues. seeds, limits: a seed and a maximum number of new tokens for each response.
     """
-    device, count, longest = inputs["input_ids"].device, len(rows), max(limits)
+    device, count, max_limit = inputs["input_ids"].device, len(rows), max(limits)
     ends, config = torch.tensor(eos, device=device), model.config.get_text_config()
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-    cache = growing_cache(config, inputs["input_ids"].shape[1] + max(map(len, begun)) + longest)
-    tokens = torch.full((count, longest), eos[0], device=device)
+    cache = growing_cache(config, inputs["input_ids"].shape[1] + max(map(len, prefixes)) + max_limit)
+    tokens = torch.full((count, max_limit), eos[0], device=device)
     active = torch.arange(count, device=device)  # responses that the model continues
     ended = torch.zeros_like(active, dtype=torch.bool)  # of these, those that have ended
-    room = torch.tensor(limits, device=device)
+    token_limits = torch.tensor(limits, device=device)
     with decoding(config):
-        prefix = Prefix(model, inputs, cache=cache).select(prompts.to(device)).begin(begun).select(rows.to(device))
+        prefix = Prefix(model, inputs, cache=cache).select(prompts.to(device)).begin(prefixes).select(rows.to(device))
         hidden = prefix.last
-        for step in range(longest):
+        for step in range(max_limit):
             logits = shape_logits(model.get_output_embeddings()(hidden), sampling)
             if sampling.temperature != 0:
-                logits = draw(logits, [generators[response] for response in active.tolist()])
+                logits = add_gumbel_noise(logits, [generators[response] for response in active.tolist()])
             token = logits.argmax(-1)
             tokens[active, step] = token
-            ended |= torch.isin(token, ends) | (room[active] == step + 1)
+            ended |= torch.isin(token, ends) | (token_limits[active] == step + 1)
             if ended.all():
                 break
             if ended.sum() * LEAVING >= len(ended):
@@ -202,6 +202,6 @@ def generate_groups(
 
 
 def _until_end(tokens: Tensor, eos: tuple[int, ...]) -> Tensor:
-    """Returns the tokens up to the first end token, included."""
+    """Returns the tokens up to and including the first end token; all tokens if there is none."""
     ends = torch.isin(tokens, torch.tensor(eos)).nonzero()
     return tokens if len(ends) == 0 else tokens[: int(ends[0]) + 1]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.rewards.guarded import GuardedReward
-from mmrl.rewards.registry import ELSEWHERE, LOWEST, build, is_custom
+from mmrl.rewards.registry import LOWEST, NEEDS_OWN_PYTHON, build, is_custom
 from mmrl.rewards.services.failures import Failures
 from mmrl.rewards.services.interpreter import RewardProcess
 from mmrl.rewards.services.isolated import IsolatedReward
@@ -30,14 +30,14 @@ MAX_TIMEOUTS, MAX_TIMEOUTS_IN_PROCESS = 32, 4  # calls of a batch that may time 
 def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     """Builds a reward inside a guard, so that its faults cost samples and not the run.
 
-    Raises ValueError as `mmrl.rewards.build`, for a deadline that cannot be enforced, for a batch size of a reward that
-    takes no batches, and for a reward that needs another interpreter and has no `python`.
+    Raises ValueError like `mmrl.rewards.build`, and for a deadline that cannot be enforced, a batch size of a reward
+    that scores no batches, and a reward that needs another interpreter while its `python` is not set.
     """
     timeout_score = LOWEST.get(spec.name, 0.0) if spec.on_timeout == "lowest" else None
     failures = Failures(spec.column, timeout_score)
     if spec.python is not None:
-        return _build_elsewhere(spec, spec.python, failures)
-    if spec.name in ELSEWHERE:
+        return _build_under_interpreter(spec, spec.python, failures)
+    if spec.name in NEEDS_OWN_PYTHON:
         raise ValueError(
             f"reward {spec.name!r} needs python: the interpreter of an environment of its own, which mmrl rewards "
             f"install {spec.name} makes"
@@ -62,9 +62,9 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     return GuardedReward(reward, failures, (spec.deadline_s or default_s) if is_custom(spec.name) else None)
 
 
-def _build_elsewhere(spec: RewardSpec, python: str, failures: Failures) -> GuardedReward:
-    """Builds a reward that runs under another interpreter. Raises ValueError as `RewardProcess`, for settings of
-    isolated rewards, and as `_check_batch_size`."""
+def _build_under_interpreter(spec: RewardSpec, python: str, failures: Failures) -> GuardedReward:
+    """Builds a reward that runs under another interpreter. python: the path of that interpreter. Raises ValueError like
+    `RewardProcess` and `_check_batch_size`, and for settings that only isolated rewards have."""
     if spec.isolated or spec.workers is not None or spec.limits is not None:
         raise ValueError(
             f"reward {spec.name!r}: python gives it one process of its own; leave out isolated, workers and limits"
@@ -78,7 +78,8 @@ def _build_elsewhere(spec: RewardSpec, python: str, failures: Failures) -> Guard
 
 
 def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
-    """Raises ValueError for a deadline that is not positive, or one of a reward that cannot be stopped in time."""
+    """Raises ValueError for a deadline that is not positive, and for a time limit of a reward of mmrl that runs in this
+    process, where it cannot be stopped."""
     if spec.deadline_s is not None and spec.deadline_s <= 0:
         raise ValueError(f"reward {spec.name!r}: deadline_s must be positive, not {spec.deadline_s}")
     if is_custom(spec.name) or isinstance(reward, IsolatedReward):
@@ -89,7 +90,8 @@ def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
 
 
 def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
-    """Raises ValueError for a batch_size below 1, or of a reward that does not score batches of samples."""
+    """Raises ValueError for a batch_size below 1, and for a reward with a batch_size that does not score batches of
+    samples."""
     if spec.batch_size is None:
         return
     if not isinstance(reward, BatchReward) or isinstance(reward, IsolatedReward) or reward.scope != "sample":
@@ -103,7 +105,7 @@ def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
 class RewardSet:
     """The rewards of a task, K components with `names` and `weights`. `score` computes them for samples.
 
-    Raises ValueError for no component at all, for two of the same name, and as `build_reward`.
+    Raises ValueError for an empty list, for two components with the same name, and like `build_reward`.
     """
 
     def __init__(self, specs: Iterable[RewardSpec]):
@@ -125,9 +127,9 @@ class RewardSet:
         """Computes unweighted components [rollout, component], float32; NaN where a component could not be scored.
 
         group: [rollout] integers, the index of the prompt that a rollout answers; needed only by rewards that compare
-        the rollouts of a group. only: names of the components to compute; the others are NaN. A value of None, NaN or
-        infinity is NaN here, never 0. So are samples on which a reward raises, ends its process or takes too long; they
-        are counted, and a warning is logged. A conversation whose environment failed is never scored.
+        the rollouts of a group. only: names of the components to compute; the others are NaN. A score of None, NaN or
+        infinity becomes NaN, never 0. Samples on which a reward raises, ends its process or takes too long get NaN,
+        too; they are counted, and a warning is logged. Conversations whose environment failed get NaN.
 
         Raises UserError, which names the reward, for a wrong number of values, a value that is not a number, a missing
         group, a reward server that is down, and a sample of the wrong kind.
@@ -143,8 +145,8 @@ class RewardSet:
                 if only is not None and name not in only:
                     continue
                 rows = [row for row, sample in enumerate(samples) if applies(spec, sample.prompt)]
-                others = [row for row in range(len(samples)) if row not in set(rows)]
-                scores[others, column] = spec.elsewhere or 0.0
+                skipped = [row for row in range(len(samples)) if row not in set(rows)]
+                scores[skipped, column] = spec.elsewhere or 0.0
                 reward.failures.start_batch()
                 try:
                     for indices in _split_into_calls(reward, spec.batch_size, rows, group):
@@ -202,6 +204,7 @@ class RewardSet:
             stateful[name].load(state)
 
     def _stateful(self) -> list[tuple[str, StatefulReward]]:
+        """Returns (name, reward) of each component that has a state."""
         stateful: list[tuple[str, StatefulReward]] = []
         for name, component in zip(self.names, self.components, strict=True):
             if isinstance(component, GuardedReward) and isinstance(component.reward, StatefulReward):
@@ -224,7 +227,7 @@ class RewardSet:
 
 def check_serializable(name: str, value: object) -> None:
     """Raises UserError for anything except numbers, strings, None, tensors, and lists, tuples and dicts of them. name:
-    of the value, for the message."""
+    what the message calls the value."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             check_serializable(f"{name}[{key!r}]", part)
@@ -246,7 +249,7 @@ def _unscored_reason(sample: Sample) -> str:
 
 def _with_resize(spec: RewardSpec, resize: Mapping[str, int] | None) -> RewardSpec:
     """Returns the settings of a reward with the image processor's numbers, if it uses coordinates 'resized'. Raises
-    UserError."""
+    UserError if its own numbers differ, and if there are none."""
     if is_custom(spec.name) or "resized" not in (spec.options.get("coordinates"), spec.options.get("answers")):
         return spec
     configured = spec.options.get("resize")

@@ -214,12 +214,12 @@ def _call_score(arguments: object, gold: dict[str, Any]) -> float:
     arguments = arguments if isinstance(arguments, dict) else {}
     names = set(arguments) | set(gold)
     shared = len(set(arguments) & set(gold)) / len(names) if names else 1.0
-    is_right = [
+    agreements = [
         name in arguments and _normalize_strings(arguments[name]) == _normalize_strings(value)
         for name, value in gold.items()
     ]
-    values = sum(is_right) / len(is_right) if is_right else 1.0
-    return (1 + shared + values) / 3
+    values = sum(agreements) / len(agreements) if agreements else 1.0
+    return (1 + shared + values) / 3  # 1: the name is right
 
 
 def _normalize_strings(value: Any) -> Any:

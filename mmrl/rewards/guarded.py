@@ -22,7 +22,7 @@ Argument = TypeVar("Argument")
 Value = TypeVar("Value")
 
 MAX_STUCK = 8  # threads that still run after their deadline; more of them end the run
-FORK_POLL_S = 0.5  # seconds between two looks of a forked process at its parent
+FORK_POLL_S = 0.5  # seconds after which a forked process checks again whether its parent still runs
 
 
 class GuardedReward:
@@ -33,8 +33,8 @@ class GuardedReward:
     and a batch that takes too long, is lost as a whole. With a deadline the reward runs in a thread, which is abandoned
     if it does not end. Only `IsolatedReward` survives os._exit and enforces memory limits.
 
-    Raises UserError as the reward does, for a wrong number of values or one that is not a number, and if too many calls
-    still run after their deadline.
+    Raises UserError if the reward raises it, for a wrong number of values, for a value that is not a number, and if too
+    many calls still run after their deadline.
     """
 
     def __init__(self, reward: Reward | BatchReward, failures: Failures, deadline_s: float | None) -> None:
@@ -65,9 +65,10 @@ class GuardedReward:
         return [*self._score_batch(score, samples[:half]), *self._score_batch(score, samples[half:])]
 
     def _attempt(self, function: Callable[[Argument], Value], argument: Argument) -> Value | Failure:
-        """Returns the function's value, or a Failure if it raises, is late, or the rest of the batch is skipped."""
-        if (skipped := self.failures.skip_reason()) is not None:
-            return skipped
+        """Returns the function's value, or a Failure if it raises, takes too long, or is skipped like the rest of its
+        batch."""
+        if (failure := self.failures.skipped()) is not None:
+            return failure
         try:
             return function(argument) if self.deadline_s is None else self._calls(function, argument, self.deadline_s)
         except UserError:
@@ -90,7 +91,7 @@ class TimedCalls:
 
     def __call__(self, function: Callable[[Argument], Value], argument: Argument, deadline_s: float) -> Value:
         """Returns or raises what the function does. Raises TimeLimit when it takes too long, and UserError if too many
-        such calls still run."""
+        of such calls still run."""
         self._thread = self._thread or CallingThread()
         try:
             return self._thread.call(function, argument, deadline_s)
@@ -168,7 +169,7 @@ class CallingThread:
             _SERVING.discard(threading.get_ident())
 
 
-_SERVING: set[int] = set()  # identities of the threads that run a user's code
+_SERVING: set[int] = set()  # identifiers of the threads that run a user's code
 _PROCESS = [os.getpid()]  # id of this process; in a fork, the parent's id until the hook below has run
 
 
@@ -178,10 +179,10 @@ def _watch_parent() -> None:
     # Not os.getppid(): if the parent has ended by now, that is another process.
     parent, _PROCESS[0] = _PROCESS[0], os.getpid()
     if threading.get_ident() in _SERVING:
-        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_after_parent, args=(parent,), daemon=True).start()
 
 
-def _end_after(parent: int) -> None:
+def _exit_after_parent(parent: int) -> None:
     """Ends this process once its parent, a process id, has ended."""
     while os.getppid() == parent:
         time.sleep(FORK_POLL_S)

@@ -1,4 +1,5 @@
-"""Guards: measures of images and videos that are logged beside a reward and change when a policy hacks it.
+"""Guards: measures of images and videos that are logged beside a reward and change when a policy exploits its faults
+(reward hacking).
 
 Each takes images [rollout, channel, height, width] in 0..1, or videos [rollout, frame, channel, height, width], and
 returns [rollout] float32. Pixels are clamped to 0..1, except in `out_of_gamut`. A second, held-out reward model is
@@ -17,7 +18,7 @@ from torch import Tensor
 from mmrl.rewards.types import Score, image_of, video_of
 from mmrl.rollouts import Sample
 
-_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+_LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue (ITU-R BT.601)
 _LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
 
 
@@ -50,7 +51,7 @@ def diversity(images: Tensor, group: Tensor) -> Tensor:
         (rows,) = (group == key).nonzero(as_tuple=True)
         if len(rows) > 1:
             members = pixels[rows]
-            # Differences, not the matrix product: that leaves equal images at a distance of 1e-4.
+            # From differences: the matrix product would give equal images a distance of 1e-4.
             distance = torch.cdist(members, members, compute_mode="donot_use_mm_for_euclid_dist")
             result[rows] = distance.sum(1) / (len(rows) - 1) / pixels.shape[1] ** 0.5
     return result

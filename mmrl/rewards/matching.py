@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Table = Sequence[Sequence[float]]  # [row][column], any number of either
+Table = Sequence[Sequence[float]]  # [row][column], any number of rows and columns
 
 
 def best_assignment(gains: Table) -> list[tuple[int, int]]:
     """Returns the pairs (row, column), ordered by row, of the one-to-one matching with the largest sum of gains
     (Hungarian)."""
-    from scipy.optimize import linear_sum_assignment  # half a second, for every job that lists the rewards
+    from scipy.optimize import (
+        linear_sum_assignment,
+    )  # not above: the import takes half a second, also in jobs without this reward
 
     if not gains:
         return []
@@ -30,6 +32,7 @@ def soft_assignment(gains: Table, epsilon: float, rounds: int = 200) -> list[lis
     rows, columns = table.shape
     full = np.zeros((max(rows, columns),) * 2)
     full[:rows, :columns] = table
+    # exp(-600) is the smallest weight: a row of zeros could not be scaled to a sum of 1.
     weights = np.exp(np.maximum((full - 1) / epsilon, -600.0))
     for _ in range(rounds):
         weights = weights / weights.sum(1, keepdims=True)

@@ -22,8 +22,8 @@ def check_engine() -> None:
 
 @lru_cache
 def reader(threads: int) -> Callable[[Image.Image], list[str]]:
-    """Returns a function from an image to the lines of text in it, from top to bottom. threads: number of CPU
-    threads. Raises ValueError if RapidOCR is not installed."""
+    """Returns a function from an image to the lines of text in it, from top to bottom. threads: number of CPU threads.
+    Raises ValueError if RapidOCR is not installed."""
     try:
         from rapidocr_onnxruntime import RapidOCR
     except ImportError as error:

@@ -86,7 +86,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "solid_code": solids.SolidCode,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they run in processes of their own
-ELSEWHERE = frozenset({"deqa"})  # run under another interpreter only: older packages, code of a model's own
+NEEDS_OWN_PYTHON = frozenset({"deqa"})  # run only under another interpreter: older packages, code from the hub
 DEADLINE_S = 5.0  # seconds for one sample, default for isolated rewards
 LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0, "abstention": -1.0}  # lowest score by reward; others: 0
 
@@ -105,10 +105,10 @@ def build(
     """Builds the reward `name` with `options`.
 
     name: a key of REWARDS, or a custom reward: 'package.module:function' for `function(sample, **options)`, or
-    'package.module:Class' for a `BatchReward` made by `Class(**options)`. isolated: run it in separate processes; None:
-    only those that are known to hang. The other arguments are for an isolated reward. deadline_s: seconds for one
-    sample, after which its process is killed. workers, limits: the number of processes, and what each may use.
-    failures: counts the samples that failed. signature: the library whose signature a custom function has.
+    'package.module:Class' for a `BatchReward` made by `Class(**options)`. signature: the library whose signature a
+    custom function has. isolated: run it in separate processes; None: only rewards that are known to hang. The other
+    arguments are for an isolated reward. deadline_s: seconds for one sample, after which its process is killed.
+    workers: the number of processes; limits: what each may use. failures: counts the samples that failed.
 
     Raises ValueError for an unknown name, an unknown or missing option, an option's value that the reward refuses, a
     batched reward with isolated=True, and workers or limits of a reward that is not isolated.
@@ -150,8 +150,8 @@ def build(
 
 
 def _build_checked(name: str, factory: Callable[[], Any]) -> Any:
-    """Calls `factory` and returns the reward. Raises ValueError, which names the reward, for any fault of a custom
-    one."""
+    """Calls `factory` and returns the reward. Raises ValueError, which names the reward, if a custom reward raises any
+    exception."""
     try:
         return factory()
     except ValueError as error:

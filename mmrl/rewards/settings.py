@@ -13,7 +13,8 @@ from mmrl.settings import Section, option
 
 
 def path_of(target: object) -> str:
-    """Returns 'module:name' of a function or class. Raises ValueError for one that cannot be imported by it."""
+    """Returns 'module:name' of a function or class. Raises ValueError for an object that cannot be imported by that
+    path."""
     if not isinstance(target, type | FunctionType):
         raise ValueError(
             f"a {type(target).__name__} cannot be a reward's name; give a function or class, or replace a reward of "

@@ -11,7 +11,7 @@ from mmrl.rewards.overlap import iou
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Conversation, Sample, Spans
 
-MIN_IOU = 0.5  # of a zoom with the target box, to count as right
+MIN_IOU = 0.5  # smallest IoU of a zoomed box and the target box that counts as right
 
 
 def is_lost(sample: Sample) -> bool:
@@ -62,6 +62,7 @@ def zoomed_right(sample: Sample) -> float:
     target = sample.prompt.metadata.get("target")
     if target is None or sample.conversation is None:
         return math.nan
+    # image 0 is the image of the prompt; further images are results of tools
     boxes = [turn.facts["box"] for turn in sample.conversation.turns if turn.facts.get("image") == 0]
     return float(any(iou(box, target) >= MIN_IOU for box in boxes))
 

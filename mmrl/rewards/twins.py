@@ -32,8 +32,8 @@ class TwinMargin:
     """The score of another reward under the image's prompt, minus the score under the prompt's twin (FocusDiff, arXiv
     2506.05501, reconstructed).
 
-    reward, options: a reward that scores samples one by one or in batches. The score is None if either could not be
-    scored.
+    reward, options: name and options of the other reward, which scores samples one by one or in batches. The score is
+    None if one of the two scores is.
     """
 
     scope: Literal["sample"] = "sample"

@@ -68,8 +68,8 @@ def image_of(sample: Sample) -> Tensor:
     """Returns the generated image, [channel, height, width]. Raises UserError if the rollout has none."""
     if sample.image is None:
         raise UserError(
-            f"the rollout of prompt {sample.prompt.id!r} has no image to score; only tasks that generate "
-            "images have one"
+            f"the rollout of prompt {sample.prompt.id!r} has no image: this reward scores generated images; use it "
+            "with a task that generates images"
         )
     return sample.image
 
@@ -78,8 +78,8 @@ def video_of(sample: Sample) -> Tensor:
     """Returns the generated video, [frame, channel, height, width]. Raises UserError if the rollout has none."""
     if sample.frames is None:
         raise UserError(
-            f"the rollout of prompt {sample.prompt.id!r} has no video to score; only tasks that generate "
-            "videos have one"
+            f"the rollout of prompt {sample.prompt.id!r} has no video: this reward scores generated videos; use it "
+            "with a task that generates videos"
         )
     return sample.frames
 
@@ -116,8 +116,8 @@ def to_scores(values: Any, num_samples: int) -> list[Score]:
 def _finite(value: Any) -> Score:
     """Converts a number, or an array or tensor with one number, to a float; None for NaN and infinity.
 
-    Raises ValueError for strings and for values of spans, and TypeError, ValueError or RuntimeError for what `float`
-    does not convert.
+    Raises ValueError for strings and for values of spans, and TypeError, ValueError or RuntimeError for values that
+    `float` does not convert.
     """
     if isinstance(value, str | bytes | bytearray):
         raise ValueError(f"{value!r:.40} is a string, not a number")

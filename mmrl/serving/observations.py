@@ -21,7 +21,9 @@ class ActingPolicy(Protocol):
     sim: VectorSim
     evaluation_temperature: float
 
-    def act(self, observation: Observation, seeds: list[int], temperature: float) -> NDArray[np.float64]: ...
+    def act(self, observation: Observation, seeds: list[int], temperature: float) -> NDArray[np.float64]:
+        """Returns chunks of actions [row, step, action] in the robot's units, one for each row of the observation."""
+        ...
 
 
 class BadObservation(ValueError):
@@ -108,7 +110,8 @@ class RobotReader:
                 yield f"images.{name}", nested[name]
 
     def _state(self, tree: Mapping[Any, Any]) -> NDArray[np.float32]:
-        """Returns the state of the robot, followed by zeros for its privileged part. Raises BadObservation."""
+        """Returns the state of the robot, followed by zeros for its privileged part. Raises BadObservation if it is
+        missing, has another size, or is not finite."""
         key = "state" if "state" in tree else "observation/state"
         if not self.state_dim:
             return np.zeros(self.privileged_dim, np.float32)

@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 class RobotServer:
     """Serves `policy` under the name `model` until `shutdown`.
 
-    key: the `api_key` that clients have to send; None: none is needed. Raises OSError if the address cannot be listened
-    at.
+    key: the `api_key` that clients have to send; None: no key is needed. Raises OSError if the server cannot listen at
+    the address.
     """
 
     def __init__(self, policy: ActingPolicy, model: str, *, host: str, port: int, key: str | None = None) -> None:

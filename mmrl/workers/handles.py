@@ -11,7 +11,7 @@ from mmrl.children.processes import tail
 from mmrl.errors import UserError
 
 SERVICE = "mmrl.workers.worker:RolloutWorker"
-TAIL = 1 << 14  # bytes of a log
+TAIL = 1 << 14  # bytes at the end of a log that are searched for its last line
 
 
 class Handle:
@@ -34,13 +34,13 @@ class Handle:
             raise UserError(f"rollout worker {self.number}: {error}") from None
 
     def stop(self) -> None:
-        """Kills the worker with all that it started."""
+        """Kills the worker with all processes that it started."""
         self.child.stop()
         self.weights = 0
 
     def _last_line(self) -> str:
-        """Returns the last line of the log for an error message. On another host it is written when Ray reports the end
-        of the process."""
+        """Returns the last line of the log for an error message. If the worker runs on another host, the log is written
+        when Ray reports its end."""
         if not self.log.exists():
             return ""
         lines = tail(self.log, TAIL).split("\n")

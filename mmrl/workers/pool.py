@@ -40,8 +40,8 @@ ATTEMPTS = 3  # starts of a worker for one request
 
 @dataclass(frozen=True)
 class WorkerWeights:
-    """Weights that workers have or are about to load. number: version, from 1. checksums: those of the tensors in
-    `folder`, by name."""
+    """Weights that workers have or are about to load. number: their version, from 1. checksums: those of the tensors in
+    `folder`, by name. controls: the states of schedules, see `Schedules.state`."""
 
     number: int
     folder: Path
@@ -50,9 +50,9 @@ class WorkerWeights:
 
 
 class WorkerPool:
-    """The workers of a rank, with the policy's interface for rollouts. Rollouts of a prompt depend on its seeds and the
-    weights alone: with one worker they equal the policy's to the bit, with several to rounding, for the batch of a
-    worker is its share of the prompts.
+    """The workers of a rank, with the policy's interface for rollouts. Rollouts depend only on prompts, seeds and
+    weights. With one worker they are bitwise equal to those of the policy in the training process; with several they
+    differ by rounding, since each worker's batch is its share of the prompts.
 
     A worker that ends is started again and gets its request again. Methods are called by one thread at a
     time; `sync_weights` is a collective.
@@ -60,7 +60,7 @@ class WorkerPool:
 
     def __init__(self, config: Config, settings: RolloutWorkers, policy: Policy, ranks: Ranks, *, builder: str) -> None:
         """Starts no process yet. builder: "package.module:function" that builds configuration and policy from the plain
-        configuration, in a worker. Raises UserError where there are too few GPUs, or no such cluster."""
+        configuration, in a worker. Raises UserError if there are too few GPUs, or no such cluster."""
         self.config, self.settings, self.policy, self.ranks = config, settings, policy, ranks
         self.folder = Path(settings.exchange or Path(config.run_dir) / "workers").absolute()
         logs = Path(config.run_dir) / "workers"
@@ -84,15 +84,15 @@ class WorkerPool:
         yield self.sync_weights()
 
     def sync_weights(self) -> dict[str, float]:
-        """Sends all workers the current trained weights. Collective. Raises UserError, on all ranks, if a checksum of a
-        worker differs afterwards."""
+        """Sends the present trained weights to all workers, and returns metrics. Collective. Raises UserError, on all
+        ranks, if a checksum in a worker differs afterwards."""
         started, before = time.perf_counter(), self.current
         self._agree(self._write())
         problem = None
         try:
             with ThreadPoolExecutor(len(self.handles)) as threads:
                 list(threads.map(lambda handle: self._ask(handle, None), self.handles))
-        except UserError as error:  # the other ranks wait
+        except UserError as error:  # raised below, on all ranks: the others wait for this one
             problem = str(error)
         self._agree(problem)
         if before is not None and self.ranks.rank == 0:
@@ -121,20 +121,21 @@ class WorkerPool:
         return problem
 
     def _claim(self) -> None:
+        """Creates the folder of weights, and removes those of runs that have ended."""
         for removed in remove_abandoned(self.folder):
-            print(f"removed {removed}, weights that a run which has ended left behind", flush=True)
+            print(f"removed {removed}: weights of a run that has ended", flush=True)
         self.exchange.claim()
 
     def _agree(self, problem: str | None) -> None:
-        """Raises UserError on all ranks where one has a problem."""
+        """Raises UserError on all ranks if one of them has a problem. Collective."""
         if error := next((error for error in self.ranks.gather(problem) if error), None):
             raise UserError(error)
 
     # --- one worker ---
 
     def _bring_up(self, handle: Handle) -> None:
-        """Starts the worker where it does not run, and sends it the current weights where it has others. Raises Lost
-        and UserError."""
+        """Starts the worker unless it runs, and sends it the present weights unless it has them. Raises Lost and
+        UserError."""
         assert self.current is not None
         started = not handle.child.up
         if started:
@@ -151,8 +152,8 @@ class WorkerPool:
         handle.weights = self.current.number
 
     def _ask(self, handle: Handle, message: bytes | None, shared: Sequence[Any] = ()) -> Any:
-        """Returns the worker's answer to a message (None for no message), with the current weights. Starts a worker
-        that ends again, up to ATTEMPTS times, then raises UserError."""
+        """Sends the worker the present weights, and then the message, whose answer is returned; None: no message. A
+        worker that ends is restarted. Raises UserError if it ends ATTEMPTS times."""
         last = ""
         for _ in range(ATTEMPTS):
             try:
@@ -164,35 +165,34 @@ class WorkerPool:
                 with self._lock:
                     self.restarts += 1
                     self.asked_again += message is not None
-                print(f"rollout worker {handle.number}: {last}; starting it again", flush=True)
+                print(f"rollout worker {handle.number}: {last}; restarting it", flush=True)
         raise UserError(f"rollout worker {handle.number} was lost {ATTEMPTS} times in a row: {last}")
 
     # --- prompts ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Returns rollouts as `Policy.rollout` does, with `behaviour_logp` where batches are generated ahead of
-        training."""
+        """Returns rollouts like `Policy.rollout`, with `behaviour_logp` if batches are sampled ahead of training."""
         options = {"step": step, "likelihoods": self.settings.async_steps > 0}
-        parts: list[Rollouts] = self._shared(prompts, group_size, seeds, {"rollout": group_size, **options})
+        parts: list[Rollouts] = self._distribute(prompts, group_size, seeds, {"rollout": group_size, **options})
         group = torch.arange(len(prompts)).repeat_interleave(group_size)
         return replace(Rollouts.concat(parts), group=group)
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """Returns responses as `Policy.respond` does."""
-        return [sample for part in self._shared(prompts, 1, seeds, {"respond": True}) for sample in part]
+        """Returns responses like `Policy.respond`."""
+        return [sample for part in self._distribute(prompts, 1, seeds, {"respond": True}) for sample in part]
 
     def counts(self) -> dict[str, float]:
-        """Returns the maximum of the local and the workers' count, per counter: a truncated prompt is counted in
-        both, once each."""
+        """Returns the policy's counts of events by name: the maximum of the count in this process and that of the
+        workers, since a truncated prompt is counted once in each."""
         local = self.policy.counts()
         with self._lock:
             remote, self._counted = self._counted, {}
         return {name: max(local.get(name, 0.0), remote.get(name, 0.0)) for name in {**local, **remote}}
 
-    def _shared(
+    def _distribute(
         self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], request: dict[str, Any]
     ) -> list[Any]:
-        """Returns the results of the workers in order, each for its share of the prompts."""
+        """Sends each worker its share of the prompts, with the keys of `request`. Returns their results in order."""
         parts = shares(len(prompts), len(self.handles))
 
         def ask(number: int) -> dict[str, Any]:
@@ -217,6 +217,7 @@ class WorkerPool:
         return [answer["result"] for answer in answers]
 
     def close(self) -> None:
+        """Ends the workers and removes the folder of weights."""
         for handle in self.handles:
             handle.stop()
         if self.ranks.rank == 0:
@@ -224,8 +225,8 @@ class WorkerPool:
 
 
 def launched(settings: RolloutWorkers, logs: Sequence[Path]) -> list[Launch]:
-    """Returns a function for each worker of this rank that starts it, on a GPU of its own where there are any. Raises
-    UserError as `WorkerPool`."""
+    """Returns for each worker of this rank a function that starts it, on a GPU of its own if there are GPUs. Raises
+    UserError like `WorkerPool`."""
     cuda = torch.cuda.is_available()
     if settings.ray is not None:
         cluster = Cluster(settings.ray, "rollout.workers.ray")
@@ -236,8 +237,8 @@ def launched(settings: RolloutWorkers, logs: Sequence[Path]) -> list[Launch]:
 
 
 def devices_of(settings: RolloutWorkers, visible: int) -> list[int]:
-    """Returns the GPU indices of this rank's workers. visible: number of GPUs of the host. Raises UserError where they
-    are too few, or where a rank trains on one of them."""
+    """Returns the GPU indices of this rank's workers. visible: number of GPUs of the host. Raises UserError if there
+    are too few, or if a rank trains on one of them."""
     ranks, first = devices.local_ranks(), settings.first_device
     if first < ranks:
         raise UserError(
@@ -246,7 +247,7 @@ def devices_of(settings: RolloutWorkers, visible: int) -> list[int]:
     if (needed := first + ranks * settings.count) > visible:
         raise UserError(
             f"rollout.workers.count={settings.count} for each of {ranks} ranks, from rollout.workers.first_device="
-            f"{first} on, needs {needed} GPUs, and this host shows {visible}"
+            f"{first} on, needs {needed} GPUs, but this host has {visible}"
         )
     start = first + devices.local_rank() * settings.count
     return list(range(start, start + settings.count))
@@ -259,8 +260,8 @@ def shares(prompts: int, workers: int) -> list[tuple[int, int]]:
 
 
 def weights(module: nn.Module, *, trained: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and copies of the parameters that are trained, or of those that are not. Under ZeRO-3 each is
-    gathered, by all ranks."""
+    """Yields names and copies of the parameters that are trained, or of those that are not. Under ZeRO-3 all ranks must
+    call it, since each parameter is gathered."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == trained:
             with gathered_parameters([parameter]):
@@ -269,8 +270,8 @@ def weights(module: nn.Module, *, trained: bool) -> Iterator[tuple[str, Tensor]]
 
 
 def compare(worker: int, expected: dict[str, Checksum], actual: dict[str, Checksum], *, trained: bool) -> None:
-    """Raises UserError for a tensor of a worker whose checksum differs from the trainer's or is missing. trained:
-    whether these weights were sent to the worker; those that are not trained it has built itself."""
+    """Raises UserError if the checksum of a tensor in a worker is missing or differs from the trainer's. trained:
+    whether these weights were sent to the worker; it builds the others itself."""
     wrong = [*differing(expected, actual), *absent(expected, actual)]
     if not wrong:
         return

@@ -37,12 +37,12 @@ def logged() -> Iterator[None]:
 
 
 class RolloutWorker(Service):
-    """A policy that samples for another process."""
+    """A service with a policy that samples for the training process."""
 
     @logged()
     def __init__(self, setup: dict[str, Any]) -> None:
         os.chdir(setup["folder"])
-        sys.path.append(setup["folder"])  # as the command line does, for modules of the user's own
+        sys.path.append(setup["folder"])  # as the command line does, for the user's own modules
         self.config, self.policy = load_attribute(setup["builder"])(setup["config"])
         module = self.policy.module
         if self.config.model.dtype == "bfloat16":
@@ -55,8 +55,9 @@ class RolloutWorker(Service):
     def load_weights(
         self, folder: Path, frozen: list[str], controls: dict[str, dict[str, float]]
     ) -> dict[str, list[int]]:
-        """Loads weights from a folder. Returns value and count of the checksum of each of them, and of each parameter
-        named in `frozen`. Raises UserError for another shape."""
+        """Loads weights from a folder. Returns [value, count] of the checksum of each loaded parameter, and of each
+        parameter named in `frozen`. controls: the states of schedules. Raises UserError for a tensor of another
+        shape."""
         parameters, names = dict(self.policy.module.named_parameters()), list(frozen)
         for name, value in read_folder(folder):
             if parameters[name].shape != value.shape:
@@ -64,10 +65,11 @@ class RolloutWorker(Service):
             parameters[name].copy_(value)
             names.append(name)
         self.controls.load(controls)
-        sums = {name: checksum(parameters[name]) for name in names if name in parameters}
-        return {name: [parameters.value, parameters.count] for name, parameters in sums.items()}
+        checksums = {name: checksum(parameters[name]) for name in names if name in parameters}
+        return {name: [entry.value, entry.count] for name, entry in checksums.items()}
 
     def rollout(self, request: dict[str, Any]) -> Rollouts:
+        """Returns rollouts, with `behaviour_logp` if the request asks for likelihoods."""
         rollouts = self.policy.rollout(request["prompts"], request["rollout"], request["seeds"], step=request["step"])
         if request["likelihoods"]:
             rollouts.behaviour_logp = self.likelihoods(rollouts)
@@ -75,7 +77,8 @@ class RolloutWorker(Service):
 
     @torch.no_grad()
     def likelihoods(self, rollouts: Rollouts) -> Tensor:
-        """Returns log-probabilities [rollout, decision] float32, on the CPU, under the weights that generated them."""
+        """Returns log-probabilities [rollout, decision] float32, on the CPU, under the weights that sampled the
+        rollouts."""
         recorded = self.policy.recorded_replay(rollouts) if isinstance(self.policy, Recording) else None
         if recorded is not None:
             return recorded.logp.float().cpu()

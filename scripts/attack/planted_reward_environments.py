@@ -15,7 +15,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("interpreter: a late batch has no deadline of its own", INTERPRETER, "self._child.ask(request, self.deadline_s)", "self._child.ask(request, START_S)", RUN),
     ("interpreter: late samples count as crashes", INTERPRETER, "failure = self.failures.record_timeout(self.deadline_s)", 'failure = Failure("crash", "late")', RUN),
     ("interpreter: options are lost", INTERPRETER, '"options": dict(options),', '"options": {},', RUN),
-    ("interpreter: code of weights runs in the trainer", "mmrl/rewards/compose.py", "if spec.name in ELSEWHERE:", "if False:", RUN),
+    ("interpreter: code of weights runs in the trainer", "mmrl/rewards/compose.py", "if spec.name in NEEDS_OWN_PYTHON:", "if False:", RUN),
     ("deqa: the first batch alone", M + "deqa.py", "images[first : first + BATCH_SIZE]", "images[:BATCH_SIZE]", RUN),
     ("environments: the marker comes first", M + "environments.py", "        _create(environment)\n        _install_packages(environment, entry.requirements)\n", "        _create(environment)\n        (environment / MARKER).write_text(_marker_text(entry))\n        _install_packages(environment, entry.requirements)\n", MADE),
     ("environments: an old list of packages counts", M + "environments.py", "marker.read_text() == _marker_text(entry)", "marker.read_text()", MADE),

@@ -22,6 +22,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("lengths: one rank sorts nothing", "mmrl/training/preparation.py", "if not self.sorts and tokens is None:",
      "if not self.balances and tokens is None:", BALANCE),
     ("checksums: blocks weigh alike", C, "(first + head) // BLOCK + start", "0", CHECKSUMS),
-    ("checksums: parts begin at a block", C, "within[offset : offset + stop - start]", "within[: stop - start]", CHECKSUMS),
+    ("checksums: parts begin at a block", C, "index_weights[offset : offset + stop - start]", "index_weights[: stop - start]", CHECKSUMS),
 ]
 # fmt: on

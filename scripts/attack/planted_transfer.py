@@ -23,7 +23,7 @@ STARTED = (f"{F}servers_that_are_started_here_are_told_to_wait_for_their_weights
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("bucket: tensors lie at any byte", B, "-(-entry.bytes // ALIGNED) * ALIGNED", "entry.bytes", PACKED),
-    ("bucket: of any size", B, "if entries and filled + room(entry) > size:", "if False:", SHARED),
+    ("bucket: of any size", B, "if entries and filled + padded_bytes(entry) > size:", "if False:", SHARED),
     ("broadcast: the old group serves one that was started again", T, "last is not None and {state",
      "last is not None or {state", RESTARTED),
     ("broadcast: what an engine missed is not given again", T, 'if all(state["base"] == weights.base for state in '
@@ -40,7 +40,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("broadcast: the first server is always the silent one", T, "key=lambda i: (receiving[i].done(), firsts[i] not in "
      "absent, reached[i])", "key=lambda i: i", SILENT),
     ("broadcast: workers have ranks of others", T, "initial=1))[:-1]", "initial=0))[:-1]", VERSIONS),
-    ("broadcast: announcements stay", T, "        nccl.forget(group, base, sent)\n", "", VERSIONS),
+    ("broadcast: announcements stay", T, "        nccl.remove_headers(group, base, sent)\n", "", VERSIONS),
     ("broadcast: the meeting place is the first server's", T,
      " if not ipaddress.ip_address(address).is_loopback), ", "), ", MEETING),
     ("broadcast: the key is not heard", S, 'settings.transfer == "broadcast"', 'settings.transfer == "broadcasts"',

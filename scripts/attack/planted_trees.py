@@ -63,7 +63,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("beginnings: padding is read", GENERATION, "(torch.arange(width, device=device) >= width - lengths[:, None]).to(self.mask)", "torch.ones(len(begun), width).to(self.mask)", BEGUN),
     ("beginnings: what follows is too far", GENERATION, "self.next_position + lengths", "self.next_position + width", BEGUN),
     ("beginnings: who begins with nothing goes on from padding", GENERATION, "hidden[:, -1].where((lengths > 0)[:, None], self.last)", "hidden[:, -1]", BEGUN),
-    ("beginnings: a limit is the longest one's", GENERATION, "| (room[active] == step + 1)", "| (longest == step + 1)", BEGUN),
+    ("beginnings: a limit is the longest one's", GENERATION, "| (token_limits[active] == step + 1)", "| (max_limit == step + 1)", BEGUN),
     ("beginnings: what siblings begin with is read for each", RUNNER, "(*row.response.tolist(),)))", "(number,)))", BEGUN),
     ("beginnings: equal prompts of different pictures are one", RUNNER, "number if row.observed_images else -1", "-1", BEGUN),
     ("beginnings: pictures between turns are not read", RUNNER, "        if any(row.observed_images for row in rows):\n", "        if False:\n", BEGUN),

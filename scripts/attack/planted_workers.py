@@ -45,7 +45,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "                pass\n", SIMULATORS),
     ("children: orphans stay", "mmrl/children/main.py",
      "    threading.Thread(target=end_with_parent, daemon=True).start()\n", "", ("workers/test_processes.py",)),
-    ("children: a late worker is hired again", "mmrl/children/fork_server.py", "if (why := self.fork_server.terminate(self)) is None",
+    ("children: a late worker is hired again", "mmrl/children/fork_server.py", "if (reason := self.fork_server.terminate(self)) is None",
      "if (why := None) is None", ("rewards/test_isolated.py",)),
     ("workers: an evaluation hides a restart", "mmrl/trainer.py", "in measured.items() if not name",
      "in {}.items() if not name", POOL),

@@ -124,7 +124,7 @@ def measure(policy: VisionLanguagePolicy, generator: Any, prompts: list[Any], op
             runner.PREFIX_SHARING = sharing if shared else set()
             if with_engine:
                 for own in servers:
-                    own.forget()
+                    own.empty_caches()
             started = time.perf_counter()
             made = policy.rollout(prompts, options.group, range(number * count, (number + 1) * count))
             if torch.cuda.is_available():

@@ -1,5 +1,5 @@
 """The test part of the UCI set "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998): 1797 images of
-8 x 8, in a file beside this one, whose licence is in handwritten_digits.txt."""
+8 x 8, in handwritten_digits.csv.gz. Its licence is in handwritten_digits.txt."""
 
 from __future__ import annotations
 

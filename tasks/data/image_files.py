@@ -39,7 +39,7 @@ class ImageFiles:
     max_pixels: int = MAX_PIXELS
 
     def check(self, image: object) -> None:
-        """Reads the header of an image only. Raises RowError if that shows that the image cannot be used."""
+        """Checks an image by its header, without decoding it. Raises RowError if it cannot be used."""
         if isinstance(image, Image.Image):
             _converted(image, check_mode)
         else:
@@ -81,6 +81,7 @@ class ImageFiles:
 
     @contextmanager
     def _opened(self, image: object) -> Iterator[Image.Image]:
+        """Opens an image, of which only the header is read. Raises RowError if it cannot be used."""
         name, file = self.open(image)
         try:
             with file, Image.open(file, formats=FORMATS) as opened:

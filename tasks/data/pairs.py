@@ -46,7 +46,8 @@ class Pairs(ABC):
 
     @abstractmethod
     def read(self, path: Path, row: str) -> Tensor:
-        """Returns the image or video of a file, float32, 0 to 1. Raises UserError that names `row` if it cannot."""
+        """Returns the image or video of a file, float32, 0 to 1. Raises UserError, which names `row`, if the file
+        cannot be read."""
 
     def _path(self, prompt: Prompt, key: str) -> Path:
         """Returns the path under `key` of a row. Raises ValueError if there is no such file, or it lies outside of the

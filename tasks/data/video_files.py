@@ -42,9 +42,11 @@ class VideoFiles:
             return self._read(name, file, first_frame_only=False)
 
     def _read(self, name: str, file: BinaryIO, *, first_frame_only: bool) -> Video:
+        """Reads a video in the format that its first bytes show. name: for messages. Raises RowError."""
         start = file.read(HEADER_BYTES)
         file.seek(0)
         try:
+            # MP4 and MOV have "ftyp" after 4 bytes; WebM begins with the EBML header.
             if start[4:8] == b"ftyp" or start[:4] == b"\x1aE\xdf\xa3":
                 return self._read_ffmpeg(
                     name, file.read(), ".mp4" if start[4:8] == b"ftyp" else ".webm", first_frame_only

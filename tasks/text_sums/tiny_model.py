@@ -36,7 +36,7 @@ def build(folder: str, seed: int, *, width: int = 96, layers: int = 3) -> None:
             type_vocab_size=1,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
-            initializer_range=0.08,  # about 1 / sqrt(width): at the usual 0.02 so narrow a model learns far more slowly
+            initializer_range=0.08,  # about 1 / sqrt(width); a model as narrow as this learns far more slowly from 0.02
             pad_token_id=tokenizer.pad_token_id,
         )
         model = BertForMaskedLM(config)

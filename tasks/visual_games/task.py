@@ -18,7 +18,7 @@ from mmrl.tasks.visual_games.settings import VisualGamesSettings
 
 
 class VisualGames:
-    """The task: training games, held-out games and rewards. seed: that of the run; runs of other seeds play other
+    """The task: training games, held-out games and rewards. seed: the seed of the run; runs with other seeds play other
     games."""
 
     def __init__(self, settings: VisualGamesSettings, seed: int) -> None:
@@ -80,5 +80,5 @@ def expert_responses(game: Game, prompt: Prompt, wrong_share: float) -> list[str
     """Returns an expert's responses, one for each turn. Each is replaced by a random one of the same game with the
     probability `wrong_share`."""
     responses = game.demonstration(prompt)
-    rng = np.random.default_rng([prompt.metadata["seed"], 7])
+    rng = np.random.default_rng([prompt.metadata["seed"], 7])  # 7: independent of the random numbers of the game
     return [str(rng.choice(responses)) if rng.random() < wrong_share else response for response in responses]

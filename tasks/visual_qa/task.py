@@ -37,7 +37,7 @@ class VisualQA:
     def from_settings(settings: VisualQASettings, seed: int) -> VisualQA:
         """Builds the task from its settings. seed: the random seed of the training questions.
 
-        Raises ValueError as the sources and rewards do.
+        Raises ValueError if a source or a reward raises it.
         """
         train, evaluation = settings.data.sources(seed)
         texts = settings.instruction, settings.system
@@ -57,7 +57,7 @@ class VisualQA:
 
     def use_resize(self, resize: Mapping[str, int] | None) -> None:
         """Tells rewards with the option coordinates=resized how the model's image processor resizes images. Raises
-        UserError as `RewardSet.use_resize`."""
+        UserError like `RewardSet.use_resize`."""
         self.rewards.use_resize(resize)
         self.verifier.use_resize(resize)
 
@@ -96,6 +96,7 @@ class InstructedSource:
         return self._instructed(self.source.read(index))
 
     def _instructed(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with the instruction and the system message."""
         text = f"{prompt.text}\n{self.instruction}" if self.instruction else prompt.text
         return replace(prompt, text=text, system=prompt.system if self.system is None else self.system)
 

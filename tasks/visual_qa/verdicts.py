@@ -73,5 +73,6 @@ def save(key: Sequence[Any], num_rows: int, bad: dict[int, str]) -> None:
 
 
 def _path(key: Sequence[Any]) -> Path:
+    """Returns the file of a cached result."""
     text = json.dumps([code_digest(), *key], default=str)
     return folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"

@@ -139,7 +139,7 @@ def test_a_process_is_looked_after_from_here(nodes, tmp_path):
     cluster, log = Cluster("auto", "ray"), tmp_path / "log"
     placed = cluster.allocate(log=log)
     placed.run(script("print('this', os.environ['WORD']); sys.exit(3)"), {"WORD": "and that"})
-    host, port = placed.room(SOON)
+    host, port = placed.await_resources(SOON)
     socket.create_server((host, port)).close()
     assert placed.wait(SOON) == placed.poll() == placed.returncode == 3 and log.read_text() == "this and that\n"
     placed = cluster.allocate(log=log)
@@ -187,7 +187,7 @@ def test_no_room_is_one_line(nodes, monkeypatch, caplog):
         r"all hosts together have 4 CPUs and 0 GPUs free"
     )
     with pytest.raises(UserError, match=wanted):
-        placed.room(0.4)
+        placed.await_resources(0.4)
     assert "waiting for up to 0.4 s" in caplog.text and placed.poll() is not None
     monkeypatch.setattr(mmrl.sims.vector.workers, "START_S", 0.4)
     with pytest.raises(UserError, match="'tests.sims.line_simulator:Line': ray=auto: no host .* add hosts, or ask for"):
@@ -418,7 +418,7 @@ def test_engines_that_have_nowhere_to_go_end_the_run_with_the_reason(nodes, stan
         nodes.lose(node)
     while first._may_recover():
         time.sleep(0.1)
-    monkeypatch.setattr(processes, "versions", lambda: "")
+    monkeypatch.setattr(processes, "describe_versions", lambda: "")
     with pytest.raises(
         UserError, match="server-0.log says: Error: rollout.generator.ray=auto: no host of the Ray cluster"
     ):

@@ -12,8 +12,8 @@ from tests.whole_runs.bad_servers import tried
     ("kind", "words"),
     [
         ("another prompt", "vLLM encodes prompt p[0-9] as 3 tokens and the trainer as 1 different"),  # out of step
-        ("a placeholder", "holds the token 7, which is never to be sampled"),
-        ("two versions", "made with the weights other, not [0-9a-f]+-1"),  # written while it was read
+        ("a placeholder", "holds the token 7, which must not be sampled"),
+        ("two versions", "sampled with the weights other, not [0-9a-f]+-1"),  # written while it was read
     ],
 )
 def test_an_answer_that_does_not_belong(kind, words):

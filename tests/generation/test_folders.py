@@ -81,7 +81,7 @@ def test_the_next_start_says_what_it_removed(tmp_path):
     (tmp_path / "run-old/owner").touch()
     told = []
     servers(tmp_path, "http://127.0.0.1:9", told)
-    assert told == [f"removed {tmp_path / 'run-old'}, weights that a run which has ended left behind"]
+    assert told == [f"removed {tmp_path / 'run-old'}: weights of a run that has ended"]
 
 
 # --- the key ---
@@ -232,7 +232,7 @@ def test_a_server_rests_longer_each_time_that_it_fails(monkeypatch):
         server.failed(runs=True)  # sent at the same time
         rests.append(server.retry_at - now[0])
         now[0] = server.retry_at
-        assert server.suspect and not server.backs_off()
+        assert server.suspect and not server.is_paused()
     assert rests == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from mmrl.generation import transformers as generation
-from mmrl.generation.sampling import Sampling, draw, shape_logits
+from mmrl.generation.sampling import Sampling, add_gumbel_noise, shape_logits
 
 INF = torch.inf
 LOGITS = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]]).log()
@@ -127,9 +127,9 @@ def chi_square(counts, p):
 def test_draws_follow_the_distribution(sampling):
     logits = shape_logits(torch.tensor([[1.0, 2.0, -1.0, 0.0, 0.5, -3.0]]), sampling)
     n = 20_000
-    rows = draw(logits.expand(n, -1), [torch.Generator().manual_seed(seed) for seed in range(n)]).argmax(-1)
+    rows = add_gumbel_noise(logits.expand(n, -1), [torch.Generator().manual_seed(seed) for seed in range(n)]).argmax(-1)
     one = torch.Generator().manual_seed(7)
-    steps = torch.cat([draw(logits.expand(100, -1), [one] * 100).argmax(-1) for _ in range(n // 100)])
+    steps = torch.cat([add_gumbel_noise(logits.expand(100, -1), [one] * 100).argmax(-1) for _ in range(n // 100)])
     for sampled in (rows, steps):  # over seeds, and along one stream
         counts = sampled.bincount(minlength=6).double()
         assert chi_square(counts, logits[0].double().softmax(-1)) < 25  # 5 degrees of freedom: p = 1e-4
@@ -142,16 +142,16 @@ def test_a_draw_depends_on_its_own_generator_only():
     def seeded(*seeds):
         return [torch.Generator().manual_seed(s) for s in seeds]
 
-    want = draw(logits, seeded(5, 6, 7, 8))
-    assert torch.equal(draw(logits[2:3], seeded(7)), want[2:3])
-    assert torch.equal(draw(logits.flip(0), seeded(8, 7, 6, 5)), want.flip(0))
-    assert not torch.equal(draw(logits, seeded(5, 6, 7, 9))[3], want[3])
+    want = add_gumbel_noise(logits, seeded(5, 6, 7, 8))
+    assert torch.equal(add_gumbel_noise(logits[2:3], seeded(7)), want[2:3])
+    assert torch.equal(add_gumbel_noise(logits.flip(0), seeded(8, 7, 6, 5)), want.flip(0))
+    assert not torch.equal(add_gumbel_noise(logits, seeded(5, 6, 7, 9))[3], want[3])
 
 
 def test_a_zero_of_the_generator_is_neither_sure_nor_nan(monkeypatch):
     zeros = torch.tensor([0, 2])
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda row, generator: row.fill_(1.0).index_fill_(0, zeros, 0.0))
-    got = draw(torch.tensor([[-INF, 40.0, 0.0]]), [torch.Generator()])
+    got = add_gumbel_noise(torch.tensor([[-INF, 40.0, 0.0]]), [torch.Generator()])
     assert got[0, 0] == -INF and not got.isnan().any() and got.argmax() == 1
 
 

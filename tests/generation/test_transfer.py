@@ -213,7 +213,7 @@ def test_a_server_that_keeps_silent_is_named_in_time(tmp_path):
         with pytest.raises(
             UserError,
             match=rf"server at http://127.0.0.1:{other.server_port} did not receive all weights that were broadcast "
-            r"within rollout.generator.timeout=5 s, only 0 parts of them; .* connect to 127.0.0.1:\d+$",
+            r"within rollout.generator.timeout=5 s; it received 0 buckets; .* connect to 127.0.0.1:\d+$",
         ):
             made.load(weights(0).items())
         assert 4.9 < time.monotonic() - started < 9
@@ -231,11 +231,11 @@ def test_a_server_that_falls_silent_in_the_middle_is_named_with_what_it_has(two,
 
     def stuck(group, payload, until):
         work = real(group, payload, until)
-        parts = nccl.reached(group, made.current.base, 2)
+        parts = nccl.num_received(group, made.current.base, 2)
         return Never() if group.rank == 0 and parts >= 2 else work
 
     monkeypatch.setattr(BroadcastGroup, "broadcast", stuck)
-    with pytest.raises(UserError, match=r"did not receive all weights .* rollout.generator.timeout=1.5 s, only"):
+    with pytest.raises(UserError, match=r"did not receive all weights .* rollout.generator.timeout=1.5 s; it received"):
         made.load(weights(1).items())
     until = time.monotonic() + 10
     while running[0].receiver.group is not None and time.monotonic() < until:
@@ -320,11 +320,11 @@ def test_a_member_that_waits_gives_up_when_the_trainer_does_or_is_gone():
     trainer.form()
     joining.join()
     assert worker.standing() == {"device": worker.standing()["device"], "group": "g", "base": None}
-    nccl.close(trainer, "w", 0, nccl.ABORTED)
+    nccl.publish_end(trainer, "w", 0, nccl.ABORTED)
     with pytest.raises(RuntimeError, match="gave up"):
         next(worker.weights("w"))
     (bucket,) = packed([("a", torch.ones(2))])
-    nccl.announce(trainer, "v", 0, bucket)
+    nccl.publish_header(trainer, "v", 0, bucket)
     with pytest.raises((BroadcastTimeout, RuntimeError)):
         next(worker.weights("v"))  # announced, and never sent
     trainer.leave()

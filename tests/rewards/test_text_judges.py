@@ -157,7 +157,7 @@ def test_an_edit_beside_its_source():
         rewards = RewardSet([RewardSpec(name="edit_judge", options={"base_url": server.url, "model": "j"})])
         assert rewards.score(rows)[:, 0].tolist() == pytest.approx([0.1 / 0.6, 1.0], abs=1e-6)
         assert all('by the instruction "make it dark"' in text for text in asked)
-        with pytest.raises(UserError, match="has no image that was edited"):
+        with pytest.raises(UserError, match="has no image; add the image that was edited"):
             rewards.score([Sample(Prompt("q", "make it dark"), image=rows[0].image)])
 
 

@@ -81,7 +81,9 @@ def test_a_server_is_asked_with_image_and_prompt():
 def test_a_server_without_a_text_is_named():
     with (
         scripted(says(200, {"choices": []})) as server,
-        pytest.raises(UserError, match=r"answered without choices\[0\].message.content .*choose a server of chats"),
+        pytest.raises(
+            UserError, match=r"answered without choices\[0\].message.content .*choose a server of OpenAI's chat API"
+        ),
     ):
         build("written_score", {"base_url": server.url, "model": "m"}).score([sample(0.5)])
 

@@ -144,7 +144,7 @@ def test_the_reward_in_its_three_forms():
         UserError, match=r"the video of prompt 'p' has the shape \[4, 1, 12, 12\], expected \[5, 1, 12, 12\]"
     ):
         MotionChecked().score([sample(SQUARE, right[:4])])
-    with pytest.raises(UserError, match="the rollout of prompt 'p' has no video to score"):
+    with pytest.raises(UserError, match="the rollout of prompt 'p' has no video"):
         MotionChecked().score([Sample(Prompt("p", "x"))])
 
 

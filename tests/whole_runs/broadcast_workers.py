@@ -92,22 +92,22 @@ def killed(trainer) -> dict:
 
 def stopped(generator) -> tuple[str, float]:
     """What a synchronisation says in which the second engine stops at the second bucket, and after how long."""
-    engine, announce = generator.engine, nccl.announce
+    engine, publish_header = generator.engine, nccl.publish_header
     engine.transfer.timeout = engine.servers[0].timeout = engine.servers[1].timeout = 8.0
 
     def stopping(group, base, number, bucket):
         if number == 1:
             os.killpg(engine.processes[1].running.pid, signal.SIGSTOP)
-        announce(group, base, number, bucket)
+        publish_header(group, base, number, bucket)
 
-    nccl.announce = stopping
+    nccl.publish_header = stopping
     started = time.monotonic()
     try:
         generator.sync_weights()
     except UserError as error:
         return str(error), time.monotonic() - started
     finally:
-        nccl.announce = announce
+        nccl.publish_header = publish_header
     return "", 0.0
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mmrl import build
 from mmrl.config import load, to_yaml
-from mmrl.generation.correction import corrected
+from mmrl.generation.correction import apply_correction
 from mmrl.policies.vlm.synced import Synced
 from mmrl.report.run import Run
 from mmrl.trainer import Trainer
@@ -146,7 +146,7 @@ def test_a_beginning_that_the_engine_did_not_sample_is_not_corrected(tmp_path):
     begun = rollouts.behaviour_logp.isnan() & rollouts.mask
     assert begun[:4].sum() == 0 and (begun[4:].sum(1) >= 1).all() and begun[4:, 0].all()
     replay = policy.replay(rollouts, policy.module)
-    statistics = corrected(rollouts, replay, config.generator.correction)
+    statistics = apply_correction(rollouts, replay, config.generator.correction)
     weight = replay.weight[rollouts.mask]
     assert (replay.weight[begun] == 1).all()
     torch.testing.assert_close(weight, torch.ones_like(weight), atol=1e-4, rtol=0)

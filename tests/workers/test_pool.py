@@ -278,7 +278,7 @@ def test_gpus_of_workers_are_no_rank_s(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert devices_of(two, 6) == [4, 5]
-    with pytest.raises(UserError, match=r"rollout.workers.count=2 .* needs 6 GPUs, and this host shows 5"):
+    with pytest.raises(UserError, match=r"rollout.workers.count=2 .* needs 6 GPUs, but this host has 5"):
         devices_of(two, 5)
     with pytest.raises(UserError, match=r"rollout.workers.first_device=1 is a GPU that a rank trains on"):
         devices_of(RolloutWorkers(first_device=1), 8)

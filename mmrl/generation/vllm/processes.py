@@ -17,10 +17,10 @@ from mmrl.children.ray import Cluster, RayProcess
 from mmrl.errors import UserError
 from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm.api_key import KEY
-from mmrl.generation.vllm.engine import ENVIRONMENT, EngineOptions, last_error, versions
+from mmrl.generation.vllm.engine import ENVIRONMENT, EngineOptions, describe_versions, last_error
 from mmrl.runtime import devices
 
-NAME = "mmrl"  # of the model in the servers
+NAME = "mmrl"  # name of the model in requests to servers
 MIDDLEWARE = "mmrl.generation.vllm.api_key.Keyed"
 
 
@@ -29,15 +29,16 @@ class Process:
     """A server process on this host."""
 
     options: EngineOptions
-    key: str = field(repr=False)  # that requests have to carry
+    key: str = field(repr=False)  # API key of requests
     log: Path
     address: str = ""
     device: int = 0  # the first of its GPUs, as torch counts in this process
     running: LocalProcess | RayProcess | None = None
-    failures: int = 0  # how often it ended since all engines last had the same weights
-    loading: dict[str, Any] = field(default_factory=dict)  # arguments that say how its weights come
+    failures: int = 0  # how often the process ended since all engines last got new weights
+    loading: dict[str, Any] = field(default_factory=dict)  # vLLM's arguments for loading weights
 
     def start(self, model: Path) -> None:
+        """Starts the server. model: folder from which it reads the configuration, and weights if it has any."""
         host, port = self.address.removeprefix("http://").rsplit(":", 1)
         environment = devices.without_launcher(dict(os.environ)) | self.environment()
         if torch.cuda.is_available():
@@ -47,6 +48,7 @@ class Process:
         self.running = LocalProcess(command, environment, log=self.log)
 
     def arguments(self, model: Path, host: str, port: int) -> list[str]:
+        """Returns the arguments of Python that run the server."""
         options = {"model": str(model), "served_model_name": NAME, "host": host, "port": port}
         options |= {"enable_scale_out": True, "disable_uvicorn_access_log": True, "middleware": MIDDLEWARE}
         if self.options.tensor_parallel == 1:
@@ -54,19 +56,21 @@ class Process:
         return ["-m", "mmrl.generation.vllm.serve", *command_line(options | self.options.arguments() | self.loading)]
 
     def environment(self) -> dict[str, str]:
+        """Returns the environment variables of the server."""
         variables = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING", KEY: self.key}
         if torch.cuda.is_available():
-            # On a CPU it would add a process between engine and model.
+            # Only for GPUs: on a CPU it would add a process between engine and model.
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         if self.options.lora_rank:
             variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         return variables
 
     def ended(self) -> bool:
+        """Returns whether the process has ended. If so, counts a failure, and kills the processes that it started."""
         if self.running is None or self.running.poll() is None:
             return False
         self.failures += 1
-        self.running.kill()  # what it may have left
+        self.running.kill()
         return True
 
     def stop(self) -> None:
@@ -74,13 +78,13 @@ class Process:
             self.running.kill()
 
     def state(self) -> str:
-        """Returns a line on a server that ended, with the reason if its log has one."""
+        """Returns a message about a server that ended, with the reason if its log has one."""
         text = self.log.read_text(errors="replace")
         if self.running is not None and self.running.poll() is None:
             return f"it ended, was started again and does not answer yet, see {self.log}"
         if "rror" not in text:
             return f"it ended without an error message, see {self.log}"
-        return f"{self.log} says: {last_error(text)}; {versions()}"
+        return f"{self.log} says: {last_error(text)}; {describe_versions()}"
 
 
 @dataclass(kw_only=True)
@@ -88,14 +92,14 @@ class PlacedProcess(Process):
     """A server process on a host that Ray chooses at each start."""
 
     cluster: Cluster
-    publish: Callable[[str], None]  # tells the other ranks its address
-    patience: float  # seconds to wait for room
+    publish: Callable[[str], None]  # publishes its address to the other ranks
+    patience: float  # seconds to wait for free GPUs
 
     def start(self, model: Path) -> None:
         """Starts the server. Raises UserError if no host has free GPUs, ConnectionError if the host is lost."""
         gpus = self.options.tensor_parallel if torch.cuda.is_available() else 0
         self.running = placed = self.cluster.allocate(gpus=gpus, log=self.log)
-        host, port = placed.room(self.patience)
+        host, port = placed.await_resources(self.patience)
         self.address = f"http://{host}:{port}"
         self.publish(self.address)
         placed.run(self.arguments(model, host, port), self.environment())
@@ -106,7 +110,7 @@ def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list
 
     Raises UserError, on all ranks, if there are too few GPUs or a rank trains on one of them.
     """
-    count, first, each = settings.servers, settings.first_device, settings.tensor_parallel
+    count, first, size = settings.servers, settings.first_device, settings.tensor_parallel
     problem = None
     if torch.cuda.is_available():
         ranks, available = devices.local_ranks(), torch.cuda.device_count()
@@ -115,14 +119,14 @@ def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list
                 f"rollout.generator.first_device={first} is a GPU that a rank trains on; set it to {ranks} or more, or "
                 "use rollout.generator.type=vllm_colocated"
             )
-        elif first + count * each > available:
+        elif first + count * size > available:
             problem = (
-                f"{count} engines of {each} GPUs from rollout.generator.first_device={first} on need "
-                f"{first + count * each} GPUs, and this host shows {available}"
+                f"{count} engines of {size} GPUs from rollout.generator.first_device={first} on need "
+                f"{first + count * size} GPUs, but this host has {available}"
             )
     if problem := gather(problem)[0]:
         raise UserError(problem)
-    return [first + i * each for i in range(count)]
+    return [first + i * size for i in range(count)]
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
-"""`python -m mmrl.generation.vllm.serve ARGUMENTS`: vLLM's own server, which ends when the process that started it
-does."""
+"""`python -m mmrl.generation.vllm.serve ARGUMENTS`: vLLM's own server, which ends together with the process that
+started it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def main() -> None:
     model = Path(sys.argv[sys.argv.index("--model") + 1])
     if not model.is_dir():
         sys.exit(
-            f"Error: this host does not see {model}; rollout.generator.exchange has to name a folder that all "
-            "hosts share"
+            f"Error: the folder {model} does not exist on this host; set rollout.generator.exchange to a folder that "
+            "all hosts share"
         )
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 

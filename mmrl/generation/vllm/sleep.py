@@ -1,4 +1,4 @@
-"""vLLM's sleep mode, by which generation and training take turns with the memory of a GPU."""
+"""vLLM's sleep mode, by which generation and training use the memory of a GPU in turn."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 if TYPE_CHECKING:
     from vllm import LLM
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what it can wake one by one
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the parts that can be woken separately
 
 
 class SleepMode:
-    """Puts a colocated vLLM engine to sleep and wakes it in two stages: weights first, which are then replaced, and
-    when what that took is free again the cache of keys and values, which is most of the engine's share.
+    """Puts a colocated vLLM engine to sleep, and wakes it in two stages. First the weights, which are then replaced;
+    then the key-value cache, which takes most of the engine's memory.
 
-    Before each stage torch's unused memory is given back to the GPU: vLLM maps its own outside of torch's allocator,
-    which otherwise keeps what the update needed at most.
+    Before each stage torch returns its unused memory to the GPU: vLLM allocates outside of torch's allocator, which
+    would otherwise keep the peak memory of the update.
     """
 
     def __init__(self, llm: LLM, *, keep_weights: bool) -> None:
-        """llm: a `vllm.LLM`. keep_weights: asleep they lie in host memory (vLLM's level 1), for they do not come again
-        with every synchronisation; else they are dropped (level 2; buffers are kept)."""
+        """keep_weights: whether the sleeping engine keeps its weights in host memory (vLLM's level 1), because not
+        every synchronisation sends them; otherwise it drops them (level 2, which keeps buffers)."""
         self.llm, self.level = llm, 1 if keep_weights else 2
 
     def sleep(self) -> None:

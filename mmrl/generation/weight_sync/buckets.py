@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SIZE = 64 * 2**20  # bytes of a bucket; a tensor that is larger has one of its own
-ALIGNED = 16  # bytes; a tensor that starts at a multiple can be viewed as any dtype
+ALIGNED = 16  # bytes; a tensor that begins at a multiple of it can be viewed as any dtype
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Bucket:
     payload: Tensor  # [byte] uint8: the tensors one after the other, each from a multiple of ALIGNED on
 
     def header(self) -> str:
-        """The text that `read_header` reads."""
+        """Returns a text that describes the tensors; `read_header` parses it."""
         return json.dumps([[e.name, str(e.dtype).removeprefix("torch."), e.shape] for e in self.entries])
 
 
 def read_header(text: str) -> list[Entry]:
+    """Parses the text of `Bucket.header`."""
     return [Entry(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in json.loads(text)]
 
 
@@ -50,13 +51,13 @@ def packed(weights: Iterable[tuple[str, Tensor]], size: int = SIZE) -> Iterator[
     filled = 0
     for name, value in weights:
         entry = Entry(name, value.dtype, tuple(value.shape))
-        if entries and filled + room(entry) > size:
+        if entries and filled + padded_bytes(entry) > size:
             yield Bucket(entries, torch.cat(parts))
             entries, parts, filled = [], [], 0
         raw = value.detach().contiguous().view(-1).view(torch.uint8)
         entries.append(entry)
-        parts += [raw, raw.new_zeros(room(entry) - entry.bytes)]
-        filled += room(entry)
+        parts += [raw, raw.new_zeros(padded_bytes(entry) - entry.bytes)]
+        filled += padded_bytes(entry)
     if entries:
         yield Bucket(entries, torch.cat(parts))
 
@@ -66,9 +67,9 @@ def unpacked(entries: Sequence[Entry], payload: Tensor) -> Iterator[tuple[str, T
     start = 0
     for entry in entries:
         yield entry.name, payload[start : start + entry.bytes].view(entry.dtype).view(entry.shape)
-        start += room(entry)
+        start += padded_bytes(entry)
 
 
-def room(entry: Entry) -> int:
+def padded_bytes(entry: Entry) -> int:
     """Returns the bytes from the start of a tensor to the start of the next one."""
     return -(-entry.bytes // ALIGNED) * ALIGNED

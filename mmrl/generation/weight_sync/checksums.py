@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22  # elements that are summed together
-CACHED = 1 << 18  # the same on a CPU, whose cache holds them
-BLOCK = 1 << 14  # elements whose weights are computed once for all blocks
+CACHED = 1 << 18  # the same on a CPU; so many fit into its cache
+BLOCK = 1 << 14  # elements of a block; all blocks share the weights of indices in a block
+# Integer types by bytes of an element.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-WRAP = 1 << 64
-HELD = "held"  # computed from the memory that the engine uses
-WATCHES = "mmrl_checksums"  # key of vLLM's additional configuration: whether engines compute any
-PACKED = "packed"  # computed on arrival; the engine uses a copy in another layout
+WRAP = 1 << 64  # checksums are modulo 2^64
+HELD = "held"  # state of a checksum: computed from the memory that the engine uses
+WATCHES = "mmrl_checksums"  # key of vLLM's additional configuration: whether engines compute checksums
+PACKED = "packed"  # state of a checksum: computed on arrival; the engine uses a copy in another layout
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Checksum:
     """The checksum of a tensor. state: HELD or PACKED, for tensors in an engine."""
 
     value: int  # modulo 2^64
-    count: int  # elements
+    count: int  # number of elements
     state: str = HELD
 
     def __add__(self, other: Checksum) -> Checksum:
@@ -51,34 +52,36 @@ def checksum(values: Tensor, view: tuple[int, Sequence[int]] | None = None, stat
     if values.numel() == 0:
         return Checksum(0, 0, state)
     if tuple(strides) == row_strides(values.shape) or values.numel() == 1:
-        total = _run(values.contiguous().flatten(), first)
+        total = _contiguous_sum(values.contiguous().flatten(), first)
     else:
-        total = _strided(values, first, strides)
+        total = _strided_sum(values, first, strides)
     return Checksum(int(total) % WRAP, values.numel(), state)
 
 
-def _run(values: Tensor, first: int) -> Tensor:
-    """Computes the sum for contiguous elements. first: the offset of the first one in the tensor."""
+def _contiguous_sum(values: Tensor, first: int) -> Tensor:
+    """Returns the checksum of contiguous elements [element], an int64 scalar. first: the index of the first element in
+    the flattened tensor."""
     bits, total = values.view(BITS[values.element_size()]), torch.zeros((), dtype=torch.int64, device=values.device)
-    within = _weight(torch.arange(BLOCK, device=values.device))
+    index_weights = _weight(torch.arange(BLOCK, device=values.device))
     head = min(len(bits), -first % BLOCK)
     blocks = (len(bits) - head) // BLOCK
     for start, stop in ((0, head), (head + blocks * BLOCK, len(bits))):
         if start < stop:
             block, offset = divmod(first + start, BLOCK)
-            sum_of_block = ((bits[start:stop].long() + 1) * within[offset : offset + stop - start]).sum()
-            total = total + sum_of_block * _weight(torch.tensor(block, device=values.device))
+            block_sum = ((bits[start:stop].long() + 1) * index_weights[offset : offset + stop - start]).sum()
+            total = total + block_sum * _weight(torch.tensor(block, device=values.device))
     whole = bits[head : head + blocks * BLOCK].view(blocks, BLOCK)
     rows = (CHUNK if values.is_cuda else CACHED) // BLOCK
     for start in range(0, blocks, rows):
         part = whole[start : start + rows]
-        of_blocks = _weight(torch.arange(len(part), device=values.device) + (first + head) // BLOCK + start)
-        total = total + (((part.long() + 1) * within).sum(1) * of_blocks).sum()
+        block_weights = _weight(torch.arange(len(part), device=values.device) + (first + head) // BLOCK + start)
+        total = total + (((part.long() + 1) * index_weights).sum(1) * block_weights).sum()
     return total
 
 
-def _strided(values: Tensor, first: int, strides: Sequence[int]) -> Tensor:
-    """Computes the sum for elements with strides. first: the offset of the first one in the tensor."""
+def _strided_sum(values: Tensor, first: int, strides: Sequence[int]) -> Tensor:
+    """Returns the checksum of a part of a tensor, an int64 scalar. first, strides: the part's view in the flattened
+    tensor."""
     total, rows = torch.zeros((), dtype=torch.int64, device=values.device), max(1, CHUNK // max(1, values[:1].numel()))
     for start in range(0, len(values), rows):
         part = values[start : start + rows]
@@ -95,6 +98,7 @@ def _strided(values: Tensor, first: int, strides: Sequence[int]) -> Tensor:
 def _weight(numbers: Tensor) -> Tensor:
     """Returns a pseudo-random odd number for each number, int64 with overflow. The weight of a position is the product
     of the weights of its block and of its index in the block."""
+    # constants of the kind that splitmix64 uses to mix bits
     mixed = (numbers + 1) * 0x9E3779B97F4A7C1
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
     return (mixed ^ (mixed >> 32)) | 1
@@ -115,6 +119,7 @@ class SentWeights:
         self.sent: dict[str, Checksum] = {}
 
     def recorded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights unchanged, and stores the checksum of each in `sent`."""
         self.sent = {}
         for name, value in weights:
             self.sent[name] = checksum(value.detach())

@@ -25,4 +25,4 @@ class Unloaded(BaseModelLoader):
 
 
 class UnloadedArrival(receiver.Arrival):
-    """The extension of workers that start without weights."""
+    """`Arrival` for workers that start without weights."""

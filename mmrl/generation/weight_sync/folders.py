@@ -14,7 +14,7 @@ from torch import Tensor
 from mmrl.runtime.files import use_default_mode
 
 GIB = 2**30
-SHARD = 2 * GIB  # bytes of a file of weights, which are held in memory until it is written
+SHARD = 2 * GIB  # bytes of a file of weights; they are in memory until it is written
 OWNER = "owner"  # a file that a running trainer keeps locked
 
 
@@ -27,12 +27,14 @@ class Exchange:
         self._owner: IO[str] | None = None
 
     def claim(self) -> None:
+        """Creates the folder, and locks it until this process ends. Does nothing at later calls."""
         if self._owner is None:
             self.path.mkdir(parents=True)
             self._owner = (self.path / OWNER).open("w")
-            fcntl.flock(self._owner, fcntl.LOCK_EX)  # until this process ends, however that is
+            fcntl.flock(self._owner, fcntl.LOCK_EX)  # the kernel releases it when this process ends, also after a crash
 
     def clear(self) -> None:
+        """Removes the folder and its lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._owner is not None:
             self._owner.close()
@@ -70,7 +72,7 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
             shard, size, files = {}, 0, files + 1
     if shard:
         _write(shard, folder, files)
-    use_default_mode(folder)  # a server may run as somebody else
+    use_default_mode(folder)  # a server may run as another user
 
 
 def _write(shard: dict[str, Tensor], folder: Path, number: int) -> None:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore, Work
 
-from mmrl.generation.weight_sync.buckets import Bucket, read_header, room, unpacked
+from mmrl.generation.weight_sync.buckets import Bucket, padded_bytes, read_header, unpacked
 
 GLOO, NCCL = "gloo", "nccl"
 CPU = torch.device("cpu")
-POLL = 0.0005  # seconds
-END, ABORTED = "end", "aborted"  # instead of a header
-GRACE = 1.0  # seconds in which gloo itself gives up what is late
-WATCHDOG = 60.0  # seconds after which NCCL's watchdog ends a process that has not given up what is late
+POLL = 0.0005  # seconds between two checks whether a broadcast is completed
+END, ABORTED = "end", "aborted"  # published in place of a header
+GRACE = 1.0  # seconds after the deadline in which gloo ends a pending broadcast
+WATCHDOG = 60.0  # seconds after the deadline after which NCCL's watchdog ends a process with a pending broadcast
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class BroadcastGroup:
     """One member of a group. Methods raise RuntimeError if another member is lost, and BroadcastTimeout."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, store: Store | None = None) -> None:
-        """store: of rank 0, which has the rendezvous; others connect to it."""
+        """store: on rank 0, the store that listens at the rendezvous's address; None on other ranks, which connect to
+        it."""
         self.rendezvous, self.rank = rendezvous, rank
         self.processes: Any = None
         wait = timedelta(seconds=rendezvous.timeout)
@@ -61,7 +62,7 @@ class BroadcastGroup:
 
     @property
     def device(self) -> torch.device:
-        """The device of payloads."""
+        """The device of the tensors that are broadcast."""
         return torch.device("cuda", torch.cuda.current_device()) if self.rendezvous.backend == NCCL else CPU
 
     def absent(self) -> list[int]:
@@ -79,7 +80,7 @@ class BroadcastGroup:
         else:
             kind = torch.distributed.ProcessGroupGloo
             options = kind._Options()
-            # Else gloo takes the address that the host's name has, which may be one that other hosts do not reach
+            # By default gloo listens at the address of the host's name, which other hosts may not reach
             options._devices = [kind.create_device(hostname=local_address(self.rendezvous.host))]
         options._timeout = wait
         self.processes = kind(self.store, self.rank, self.rendezvous.size, options)
@@ -112,20 +113,20 @@ def wait(work: Work, until: float, check: Callable[[], None] = lambda: None) -> 
         time.sleep(POLL)
     if time.monotonic() > until:
         raise BroadcastTimeout
-    work.wait()  # raises what went wrong
+    work.wait()  # raises the error of a broadcast that failed
 
 
-def announce(group: BroadcastGroup, base: str, number: int, bucket: Bucket) -> None:
+def publish_header(group: BroadcastGroup, base: str, number: int, bucket: Bucket) -> None:
     """Publishes the header of bucket `number` of the weights `base`, before it is broadcast."""
     group.store.set(f"{base}/{number}", bucket.header())
 
 
-def close(group: BroadcastGroup, base: str, number: int, header: str) -> None:
-    """Publishes that there is no bucket `number`. header: END or ABORTED."""
+def publish_end(group: BroadcastGroup, base: str, number: int, header: str) -> None:
+    """Publishes that no bucket `number` follows. header: END, or ABORTED after an error."""
     group.store.set(f"{base}/{number}", header)
 
 
-def forget(group: BroadcastGroup, base: str, buckets: int) -> None:
+def remove_headers(group: BroadcastGroup, base: str, buckets: int) -> None:
     """Removes the published headers of the weights `base`. buckets: their number."""
     for number in range(buckets + 1):
         group.store.delete_key(f"{base}/{number}")
@@ -133,7 +134,7 @@ def forget(group: BroadcastGroup, base: str, buckets: int) -> None:
         group.store.delete_key(f"{base}/reached/{rank}")
 
 
-def reached(group: BroadcastGroup, base: str, rank: int) -> int:
+def num_received(group: BroadcastGroup, base: str, rank: int) -> int:
     """Returns the number of buckets that the member `rank` has received."""
     key = f"{base}/reached/{rank}"
     return int(group.store.get(key)) if group.store.check([key]) else 0
@@ -148,14 +149,15 @@ def local_address(other: str) -> str:
 
 
 class Receiver:
-    """The receiving member, in a worker of an engine."""
+    """A member of a group that receives weights, in a worker of an engine."""
 
     def __init__(self) -> None:
         self.group: BroadcastGroup | None = None
-        self.base: str | None = None  # the weights that came last, and wholly
+        self.base: str | None = None  # name of the last weights that were received completely
 
     def standing(self) -> dict[str, Any]:
-        """Returns the state of this worker: its device type, the name of its group, and of the weights that it has."""
+        """Returns the state of this worker: the type of its device, the name of its group, and the name of the weights
+        that it has."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return {"device": device, "group": self.group and self.group.rendezvous.name, "base": self.base}
 
@@ -170,6 +172,7 @@ class Receiver:
         self.group = group
 
     def leave(self) -> None:
+        """Leaves the group, if this worker is in one."""
         if self.group is not None:
             self.group.leave()
         self.group = self.base = None
@@ -184,9 +187,9 @@ class Receiver:
             if header == END:
                 return
             if header == ABORTED:
-                raise RuntimeError("the trainer gave up this broadcast")
+                raise RuntimeError("the trainer aborted this broadcast")
             entries = read_header(header)
-            payload = torch.empty(sum(map(room, entries)), dtype=torch.uint8, device=group.device)
+            payload = torch.empty(sum(map(padded_bytes, entries)), dtype=torch.uint8, device=group.device)
             until = time.monotonic() + group.rendezvous.timeout
             wait(group.broadcast(payload, until), until)
             group.store.set(f"{base}/reached/{group.rank}", str(number + 1))

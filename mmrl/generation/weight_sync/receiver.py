@@ -1,12 +1,13 @@
-"""The part inside vLLM's workers: they load weights under watch, so that an engine can report what it has of each.
+"""The part of mmrl inside vLLM's workers: it loads weights and records every copy, so that an engine can report the
+checksum of each tensor that it received.
 
 vLLM packs weights: queries, keys and values lie in one tensor, experts in another, processes have slices. Its own
-loaders know where everything goes. They copy, and here each copy from a tensor that was sent into one of the engine is
-noted: which elements went where. So checksums of the tensors as they were sent can be had from the engine's memory.
+loaders copy each tensor that was sent to its place. Here the copies are recorded: which elements went where. So the
+checksum of a sent tensor can be computed from the engine's memory.
 
-Where an engine repacks a layer for its kernels (linear layers and experts on a CPU) there is nothing left to read.
-There the checksum is taken when the tensor arrives in the layer, before it is repacked; that it is repacked rightly is
-for the probe to show.
+If an engine repacks a layer for its kernels (linear layers and experts on a CPU), its elements cannot be read back.
+Then the checksum is computed when the tensor arrives in the layer, before it is repacked; the check of
+log-probabilities (`rollout.generator.probes`) shows whether it was repacked correctly.
 """
 
 from __future__ import annotations
@@ -28,33 +29,38 @@ from mmrl.generation.weight_sync.nccl import BroadcastTimeout, Receiver
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-UNLOADED = "mmrl_unloaded"  # the load format of an engine whose weights come after its start
+UNLOADED = "mmrl_unloaded"  # the load format of an engine that gets its weights after its start
 COPY = torch.ops.aten.copy_.default
-StridedView = tuple[int, tuple[int, ...]]  # the first element, and strides
-# The parts of a tensor: view of it, shape, view of the layer, and whether the layer keeps a repacked copy
+StridedView = tuple[int, tuple[int, ...]]  # offset of the first element, and strides, in elements
+# For each part of a sent tensor: its view in that tensor, its shape, its view in the layer, and whether the layer keeps
+# a repacked copy.
 Layout = list[tuple[StridedView, tuple[int, ...], StridedView, bool]]
 
 
 @dataclass
 class ReceivedPart:
-    """A part of a tensor that was sent, and where it went."""
+    """A part of a sent tensor, and where it was copied to. sent, landed: its checksums in the sent tensor, and right
+    after the copy in the engine's precision. home: the same part in the memory with which the engine computes; None:
+    repacked."""
 
     name: str
-    view: StridedView  # in the tensor that was sent
+    view: StridedView  # in the sent tensor
     shape: torch.Size
     target: StridedView  # in the memory of `owner`
     owner: StorageWeakRef
     sent: Checksum
-    landed: Checksum  # right after the copy, in the precision of the engine
-    home: Tensor | None = None  # the same part where the engine computes with it
+    landed: Checksum
+    home: Tensor | None = None
 
     def settle(self, whole: Tensor) -> None:
-        """`whole` is, or took over, the memory in which this landed."""
+        """Sets `home` to the part of `whole`, the tensor in whose memory this part landed, or to which that memory was
+        copied."""
         first, strides = self.target
         self.home = torch.as_strided(whole, self.shape, strides, first)
 
     def now(self) -> Checksum:
-        """The checksum that was sent if the engine still has that part, else that of what it has."""
+        """Returns the checksum of the sent part if the engine still holds its values, else the checksum of the present
+        values."""
         if self.home is None:
             return self.sent
         current = checksum(self.home, self.view)
@@ -62,22 +68,23 @@ class ReceivedPart:
 
 
 class CopyWatch(TorchDispatchMode):
-    """Mode in which copies are noted."""
+    """A mode of PyTorch in which copies of sent tensors into parameters are recorded."""
 
     def __init__(self, before: CopyWatch | None = None, *, filled: bool = False) -> None:
-        """before: that of the last time. filled: the engine was filled with `ramp`, or with what it gets now, when it
-        was made."""
+        """before: the watch of the previous weights. filled: whether the engine was filled with `ramp`, or with the
+        weights that it gets now, when it was built."""
         super().__init__()
         self.filled = filled and before is None
         self.layouts: dict[str, Layout] = {} if before is None else before.layouts
-        self.sources: dict[int, tuple[str, StorageWeakRef]] = {}  # by address
+        self.sources: dict[int, tuple[str, StorageWeakRef]] = {}  # name and memory of each sent tensor, by address
         self.parts: list[ReceivedPart] = []
-        self.by_owner: dict[int, list[ReceivedPart]] = {}
-        self.written: set[int] = set()  # addresses
-        # Addresses of parameters that did not lie as they came when the engine was made
+        self.by_owner: dict[int, list[ReceivedPart]] = {}  # parts by the address of the memory in which they landed
+        self.written: set[int] = set()  # addresses of the tensors that were written to
+        # Addresses of parameters that the engine had repacked when it was built
         self.repacked: set[int] = set() if before is None else before.repacked
 
     def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields names and tensors, each in memory of its own, and stores where they lie."""
         for name, value in weights:
             if not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes:
                 value = value.clone(memory_format=torch.contiguous_format)  # memory of its own
@@ -100,7 +107,8 @@ class CopyWatch(TorchDispatchMode):
         return result
 
     def _before(self, target: Tensor, source: Tensor) -> None:
-        """Notes a layer that was packed when it was made: it has other bytes than it was filled with."""
+        """Records a parameter that was repacked when the engine was built: its values differ from those it was filled
+        with."""
         if self.filled and self._waiting(source) and _whole(target) and target.shape == source.shape:
             filled_or_sent = (_equal(target, source), _equal(target, ramp(target)))
             if not any(filled_or_sent):
@@ -128,17 +136,19 @@ class CopyWatch(TorchDispatchMode):
             target.shape,
             _view(target),
             StorageWeakRef(target.untyped_storage()),
-            checksum(source.to(target.device), view),  # on a GPU in no time, where files were read on the CPU
+            checksum(source.to(target.device), view),  # files are read on the CPU; a GPU computes this faster
             checksum(target, view),
         )
         self.parts.append(part)
         self.by_owner.setdefault(_address(target), []).append(part)
 
     def _waiting(self, memory: Tensor) -> list[ReceivedPart]:
+        """Returns the parts that landed in the memory of a tensor and have no `home` yet."""
         return [part for part in self.by_owner.get(_address(memory), []) if not part.owner.expired()]
 
     def finish(self, model: nn.Module) -> None:
-        """Settles parts that landed where they stay; parts whose layout differs from how they landed are packed."""
+        """Sets `home` of the parts that stay where they landed. A part whose values then differ was repacked and gets
+        None."""
         for tensor in [*model.parameters(), *model.buffers()]:
             for part in self._waiting(tensor):
                 part.settle(tensor)
@@ -151,11 +161,12 @@ class CopyWatch(TorchDispatchMode):
         self.layouts = self.layouts or self.new_layouts
 
     def _layout(self, name: str) -> Layout:
+        """Returns where the parts of a sent tensor lie."""
         parts = [part for part in self.parts if part.name == name]
         return sorted((part.view, tuple(part.shape), part.target, part.home is None) for part in parts)
 
     def blank(self, model: nn.Module) -> list[str]:
-        """Names of parameters that nothing was written into."""
+        """Returns the names of the parameters to which nothing was written."""
         return [
             name
             for name, parameter in model.named_parameters()
@@ -163,14 +174,15 @@ class CopyWatch(TorchDispatchMode):
         ]
 
     def misplaced(self) -> list[str]:
-        """Names of tensors of which a part lies as it came where the engine had packed it, or that lie in another
-        layout than the first time."""
+        """Returns the names of the sent tensors with a part that is not repacked although it was when the engine was
+        built, and of tensors with another layout than at the first transfer."""
         unpacked = {x.name for x in self.parts if x.home is not None and _address(x.home) in self.repacked}
         return sorted(
             unpacked | {name for name, layout in self.new_layouts.items() if self.layouts.get(name) != layout}
         )
 
     def checksums(self) -> dict[str, Checksum]:
+        """Returns the checksum of each sent tensor in the engine, by name."""
         checksums: dict[str, Checksum] = {}
         for part in self.parts:
             now = part.now()
@@ -187,11 +199,10 @@ class Arrival:
     rank: int  # of this worker in its engine
     watch: CopyWatch | None = None
     receiver: Receiver | None = None
-    untouched = True  # no broadcast has begun to replace the numbers that the engine was filled with
+    untouched = True  # whether the engine still has the values of `ramp`, with which it was filled
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], filled: bool = True) -> None:
-        """Replaces all weights; names and layout are those of the model's checkpoint. filled: the engine was filled
-        with `ramp`, or with these weights, when it was made."""
+        """Replaces all weights; names and shapes are those of the model's checkpoint. filled: see `CopyWatch`."""
         if not torch.cuda.is_available():
             repack_experts(self.model_runner.get_model())
         additional: Any = self.vllm_config.additional_config
@@ -206,7 +217,7 @@ class Arrival:
         self.watch = watch
 
     def receive_folder(self, folder: str) -> None:
-        """Receives weights from files in safetensors' format."""
+        """Receives weights from the safetensors files of a folder."""
         self.receive(read_folder(Path(folder)), filled=str(self.vllm_config.model_config.model) == folder)
 
     def standing(self) -> dict[str, Any]:
@@ -214,35 +225,36 @@ class Arrival:
         return self._receiver().standing()
 
     def receive_broadcast(self, rendezvous: dict[str, Any], first: int, base: str) -> None:
-        """Receives weights that the trainer broadcasts. first: the rank in the group of this engine's first worker.
-        base: the name of these weights. Raises what `Receiver.weights` does."""
+        """Receives weights that the trainer broadcasts. first: the rank of this engine's first worker in the group.
+        base: the name of these weights. Raises RuntimeError or BroadcastTimeout like `Receiver.weights`."""
         problems: list[Exception] = []
         receiver, before = self._receiver(), self.watch
         receiver.join(rendezvous, first + self.rank)
         receiver.base = None
-        coming = whole(receiver.weights(base), problems)
+        weights = until_error(receiver.weights(base), problems)
         filled, self.untouched = self.untouched and self.vllm_config.load_config.load_format == UNLOADED, False
         try:
-            self.receive(coming, filled=filled)
-            for _ in coming:  # what the engine did not ask for: the other members wait for this one
+            self.receive(weights, filled=filled)
+            for _ in weights:  # also those that the engine did not take, since the other members wait for this one
                 pass
             if problems:
                 raise problems[0]
             receiver.base = base
         finally:
-            if receiver.base is None:  # the connection tells the others
+            if receiver.base is None:  # the others notice that the connection is closed
                 self.watch = before
                 receiver.leave()
 
     def _receiver(self) -> Receiver:
-        """The receiver, made at first use: vLLM does not call the constructor of an extension."""
+        """Returns the receiver, which is created at the first call, since vLLM does not call the constructor of an
+        extension."""
         self.receiver = self.receiver or Receiver()
         return self.receiver
 
     def arrived(self, adapter: str | None = None) -> dict[str, Any]:
-        """The report of this worker. tensors: value, count and state of each checksum, by the name it came with. blank:
-        parameters that got nothing. misplaced: tensors whose layout is not the one that the engine's kernels read.
-        adapter: the folder of the LoRA that is in use."""
+        """Returns the report of this worker on its weights: "tensors", the value, count and state of each checksum by
+        the name of the sent tensor; "blank" and "misplaced", see `CopyWatch`. adapter: the folder of the LoRA that is
+        in use."""
         assert self.watch is not None
         tensors = self.watch.checksums() | ({} if adapter is None else adapters(self.model_runner, Path(adapter)))
         return {
@@ -252,9 +264,9 @@ class Arrival:
         }
 
 
-def whole(weights: Iterator[tuple[str, Tensor]], problems: list[Exception]) -> Iterator[tuple[str, Tensor]]:
-    """Yields weights, ends where the rest does not come, and notes why. vLLM would keep a half of its layers on the
-    meta device if an exception went through its loader; the next weights find the engine as it should be."""
+def until_error(weights: Iterator[tuple[str, Tensor]], problems: list[Exception]) -> Iterator[tuple[str, Tensor]]:
+    """Yields weights; if the next ones cannot be received, ends and appends the error to `problems`. An exception
+    inside of vLLM's loader would leave some of its layers on the meta device."""
     try:
         yield from weights
     except (RuntimeError, BroadcastTimeout) as error:
@@ -262,6 +274,7 @@ def whole(weights: Iterator[tuple[str, Tensor]], problems: list[Exception]) -> I
 
 
 def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields names and tensors of the safetensors files in a folder."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is not a mapping)
@@ -269,9 +282,9 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Lets vLLM pack the experts' weights for its CPU kernel again. After a reload it would copy them unpacked over
-    packed ones (UnquantizedFusedMoEMethod._setup_kernel: experts process weights in the first call alone); for a GPU
-    they are not packed."""
+    """Makes vLLM repack the experts' weights for its CPU kernel after the next load. It does so only at the first load
+    (UnquantizedFusedMoEMethod._setup_kernel), and would later copy unpacked weights over packed ones. On a GPU they are
+    not packed."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     for module in model.modules():
@@ -280,22 +293,25 @@ def repack_experts(model: nn.Module) -> None:
 
 
 def ramp(like: Tensor) -> Tensor:
-    """A deterministic fill pattern that any packing changes, for an engine without weights."""
+    """Returns values for a parameter without weights, in the shape and dtype of `like`. Repacking changes their order,
+    by which it is noticed."""
     flat = torch.arange(like.numel(), device=like.device) % 251 - 125
     return (flat / 4096).to(like.dtype).view(like.shape)
 
 
 def adapters(runner: Any, folder: Path) -> dict[str, Checksum]:
-    """Checksums of the LoRA that was read from `folder`, in the buffers that the engine computes with."""
+    """Returns checksums of the LoRA in `folder`, by name, computed from the buffers that the engine uses."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = runner.lora_manager._adapter_manager
     mapper = manager.model.hf_to_vllm_mapper
-    where = {part: (whole, i) for whole, parts in manager.packed_modules.items() for i, part in enumerate(parts)}
+    packed_layers = {
+        part: (whole, i) for whole, parts in manager.packed_modules.items() for i, part in enumerate(parts)
+    }
     checksums = {}
     for name, value in read_folder(folder):
         module, first = parse_fine_tuned_lora_name(name, mapper and mapper.get_rename_mapper())
-        layer, index = where.get(module, (module, 0))
+        layer, index = packed_layers.get(module, (module, 0))
         slot = next((i for i, number in enumerate(manager.lora_index_to_id) if number is not None), None)
         if layer in manager.modules and slot is not None:
             module_layer = manager.modules[layer]
@@ -305,20 +321,22 @@ def adapters(runner: Any, folder: Path) -> dict[str, Checksum]:
 
 
 def _address(tensor: Tensor) -> int:
+    """Returns the address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _view(tensor: Tensor) -> StridedView:
-    """The first element and the strides of a tensor in its memory."""
+    """Returns the offset of the first element and the strides of a tensor in its memory."""
     return int(tensor.storage_offset()), tuple(tensor.stride())
 
 
 def _whole(tensor: Tensor) -> bool:
+    """Returns whether a tensor fills all of its memory."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _alike(source: Tensor, target: Tensor) -> bool:
-    """Returns whether a copy of all of one to the other keeps every element's offset."""
+    """Returns whether a copy of `source`, all of its memory, to `target` keeps the offset of every element."""
     return _whole(source) and target.storage_offset() == 0 and source.stride() == target.stride()
 
 

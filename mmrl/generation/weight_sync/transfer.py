@@ -32,10 +32,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class Transfer(Protocol):
-    """A way to transfer weights to servers. Rank 0 calls all methods, other ranks only `give`. They raise UserError."""
+    """A way to transfer weights to servers. Rank 0 calls all methods, other ranks only `give`. They raise UserError if
+    it fails."""
 
     def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
-        """Writes the files that engines need to start. coming: the weights that they should have."""
+        """Writes the files from which engines start. coming: the weights that they should get."""
         ...
 
     def model(self, weights: EngineWeights) -> Path:
@@ -47,7 +48,8 @@ class Transfer(Protocol):
         ...
 
     def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
-        """Sends weights to all engines, which must be running. An engine that misses them gets them by `give`."""
+        """Sends weights to all engines, which must be running. coming: their name. alive: returns whether engines may
+        still answer. An engine that does not receive them gets them by `give`."""
         ...
 
     def give(self, server: Server, weights: EngineWeights) -> None:
@@ -90,8 +92,8 @@ class Folder:
 class Broadcast:
     """Transfer by broadcast: rank 0 sends buckets of tensors to the workers of all engines through a process group.
 
-    Rank 0 keeps the weights that it sent last in its host's memory. An engine that was restarted, or missed a part,
-    gets these through a group of its own, even if training has changed the weights since.
+    Rank 0 keeps the weights that it sent last in its host's memory. An engine that was restarted or has not received
+    all of them gets these through a group of its own, even if training has changed the weights since.
     """
 
     def __init__(
@@ -104,14 +106,14 @@ class Broadcast:
         rank: int,
         say: Callable[[str], None],
     ) -> None:
-        """timeout: seconds that sending may take."""
+        """timeout: seconds that a transfer may take. say: shows a message to the user."""
         self.exchange, self.describe, self.servers = exchange, describe, list(servers)
         self.timeout, self.rank, self.say = timeout, rank, say
         self.folder = exchange.path / "model"
         self.last_sent: list[Bucket] = []
         self.prepared = False
-        self.stores: dict[str, TCPStore] = {}  # of rendezvous, by the address at which they listen
-        self.group: BroadcastGroup | None = None  # of all engines
+        self.stores: dict[str, TCPStore] = {}  # stores of rendezvous, by the address at which they listen
+        self.group: BroadcastGroup | None = None  # with the workers of all engines
 
     def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
         if self.prepared:
@@ -137,18 +139,19 @@ class Broadcast:
         with ThreadPoolExecutor(len(self.servers)) as pool:
             standings = list(pool.map(lambda server: server.ask("standing", alive), self.servers))
         self.last_sent = []
-        buckets = self._keeping(packed(weights))
+        buckets = self._stored(packed(weights))
         try:
             self.group = self._group(self.servers, standings, self.group)
             self._stream(self.group, self.servers, standings, coming.base, buckets)
         except (RuntimeError, LOST) as error:
             self._drop(self.group)
             self.group = None
-            self.say(f"the broadcast of weights failed ({brief(error)}); they are sent to each engine separately")
+            self.say(f"the broadcast of weights failed ({brief(error)}); sending them to each engine separately")
         for _ in buckets:
             pass
 
-    def _keeping(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+    def _stored(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+        """Yields buckets, and stores a copy of each on the CPU in `last_sent`."""
         for bucket in buckets:
             self.last_sent.append(Bucket(bucket.entries, bucket.payload.cpu()))
             yield bucket
@@ -175,7 +178,8 @@ class Broadcast:
     def _group(
         self, servers: Sequence[Server], standings: Sequence[Any], last: BroadcastGroup | None
     ) -> BroadcastGroup:
-        """The last one, if all workers are still in it, else a new one that has no members yet."""
+        """Returns the group `last` if all workers are still in it, else a new group that no worker has joined yet.
+        standings: for each server, the states of its workers; see `Receiver.standing`."""
         workers = [state for standing in standings for state in standing]
         if last is not None and {state["group"] for state in workers} == {last.rendezvous.name}:
             return last
@@ -196,10 +200,10 @@ class Broadcast:
         base: str,
         buckets: Iterable[Bucket],
     ) -> None:
-        """Broadcasts buckets. Raises UserError where it takes too long, RuntimeError or one of LOST where a server is
+        """Broadcasts buckets. Raises UserError if it takes too long, and RuntimeError or one of LOST if a server is
         lost."""
         until, sent = time.monotonic() + self.timeout, 0
-        firsts = list(accumulate(map(len, standings), initial=1))[:-1]  # of each server's workers
+        firsts = list(accumulate(map(len, standings), initial=1))[:-1]  # rank of each server's first worker
         arguments = {"rendezvous": nccl.rendezvous_arguments(group.rendezvous), "base": base}
         with ThreadPoolExecutor(len(servers)) as pool:
             receiving = [
@@ -209,27 +213,28 @@ class Broadcast:
             try:
                 self._gather(group, receiving, until)
                 for bucket in buckets:
-                    nccl.announce(group, base, sent, bucket)
+                    nccl.publish_header(group, base, sent, bucket)
                     work = group.broadcast(bucket.payload.to(group.device), until)
                     nccl.wait(work, until, lambda: raise_failure(receiving))
                     sent += 1
-                nccl.close(group, base, sent, END)
+                nccl.publish_end(group, base, sent, END)
                 for future in receiving:
                     future.result(max(0.0, until - time.monotonic()))
             except (BroadcastTimeout, TimeoutError, RuntimeError, LOST) as error:
                 if isinstance(error, (RuntimeError, LOST)) and time.monotonic() < until:
                     raise
-                # Requests and gloo have the same limit, and may be the first to say so
+                # HTTP requests and gloo have the same time limit, and their errors may come first
                 raise UserError(self._timeout_message(group, servers, firsts, base, receiving)) from None
             finally:
                 if not all(future.done() and future.exception() is None for future in receiving):
-                    for number in (sent, sent + 1):  # a member may have the last bucket already
-                        nccl.close(group, base, number, ABORTED)
+                    for number in (sent, sent + 1):  # a member that has received the last bucket waits for the next one
+                        nccl.publish_end(group, base, number, ABORTED)
                     group.leave()  # so that the other members do not wait for rank 0
-        nccl.forget(group, base, sent)
+        nccl.remove_headers(group, base, sent)
 
     def _gather(self, group: BroadcastGroup, receiving: Sequence[Future[Any]], until: float) -> None:
-        """Waits for the members of a new group, and forms it."""
+        """Waits until all workers have joined a new group, and connects to them. receiving: the requests to the
+        servers."""
         if group.processes is not None:
             return
         while group.absent():
@@ -247,17 +252,17 @@ class Broadcast:
         base: str,
         receiving: Sequence[Any],
     ) -> str:
-        """Returns the error message of a timeout. It names the server that is furthest behind: one whose request
-        (`receiving`) is not done; of several such, one that has not joined the group; of several such, the one that
-        has read the fewest buckets. firsts: the rank of each server's first GPU in the group."""
-        reached = [nccl.reached(group, base, first) for first in firsts]
+        """Returns the message of a timeout, which names the server that is furthest behind. First come servers whose
+        request (`receiving`) is not done, among these the ones that have not joined the group, among these the ones
+        that have received the fewest buckets. firsts: the rank of each server's first worker in the group."""
+        reached = [nccl.num_received(group, base, first) for first in firsts]
         absent = set(group.absent())
         behind = min(range(len(servers)), key=lambda i: (receiving[i].done(), firsts[i] not in absent, reached[i]))
-        meeting = f"{group.rendezvous.host}:{group.rendezvous.port}"
+        rendezvous = f"{group.rendezvous.host}:{group.rendezvous.port}"
         return (
             f"the vLLM server at {servers[behind].address} did not receive all weights that were broadcast within "
-            f"rollout.generator.timeout={self.timeout:g} s, only {reached[behind]} parts of them; check that it is "
-            f"running, and that its host can connect to {meeting}"
+            f"rollout.generator.timeout={self.timeout:g} s; it received {reached[behind]} buckets; check that it is "
+            f"running, and that its host can connect to {rendezvous}"
         )
 
     def _drop(self, group: BroadcastGroup | None) -> None:
@@ -266,22 +271,25 @@ class Broadcast:
 
 
 def raise_failure(receiving: Sequence[Future[Any]]) -> None:
-    """Raises the error of a server that no longer receives."""
+    """Raises the error of a server that has stopped receiving."""
     for future in receiving:
         if future.done():
             future.result()
 
 
 def reachable_address(addresses: Sequence[str]) -> str:
-    """An address of this host that the hosts of all these servers reach, where one is on another host."""
+    """Returns an address of this host that the hosts of all servers can reach: the loopback address if all run on this
+    host."""
     hosts = [urlsplit(address).hostname or LOOPBACK for address in addresses]
     local = [nccl.local_address(host) for host in hosts]
     return next((address for address in local if not ipaddress.ip_address(address).is_loopback), LOOPBACK)
 
 
 def brief(error: Exception) -> str:
+    """Returns the message of an error in one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
 def unwritten(path: Path, error: Exception) -> str:
+    """Returns the message for a folder of weights that cannot be written."""
     return f"{path} cannot be written ({error}); set rollout.generator.exchange to another folder"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mmrl.generation.sampling import draw
+from mmrl.generation.sampling import add_gumbel_noise
 from mmrl.policies.autoregressive_image.prompts import NO_TEXT, ImageTokenPrompts, ImageTokenRecord
 from mmrl.policies.vlm.scorer import recompute
 from mmrl.rollouts import Prompt
@@ -45,7 +45,7 @@ class ImageTokenSampler:
         for _ in range(self.writer.tokens_per_image):
             hidden = self.module.hidden(ids, mask, past_key_values=cache, use_cache=True)
             logits = self.module.logits(hidden[:, -1:], guidance)[:, 0] / (temperature or 1.0)
-            token = (draw(logits, generators) if temperature else logits).argmax(-1) + self.writer.first
+            token = (add_gumbel_noise(logits, generators) if temperature else logits).argmax(-1) + self.writer.first
             sampled.append(token.cpu())
             ids = token[:, None] if guidance == 1 else token.repeat(2)[:, None]
             mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
@@ -65,7 +65,7 @@ class ImageTokenSampler:
         for _ in range(self.prompts.reasoning_length):
             hidden = self.module.hidden(ids, mask, past_key_values=cache, use_cache=True)
             logits = self.module.text_logits(hidden[:, -1]) / (temperature or 1.0)
-            token = (draw(logits, generators) if temperature else logits).argmax(-1)
+            token = (add_gumbel_noise(logits, generators) if temperature else logits).argmax(-1)
             sampled = torch.cat([sampled, token.cpu()[:, None]], 1)
             if not self.lockstep and bool((sampled == end).any(1).all()):
                 break

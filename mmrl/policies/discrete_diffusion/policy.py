@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.engine.flops import CallMeter, PolicyWork, Tally
-from mmrl.generation.sampling import draw
+from mmrl.generation.sampling import add_gumbel_noise
 from mmrl.policies import codebook
 from mmrl.policies.discrete_diffusion.inputs import StateCollator
 from mmrl.policies.discrete_diffusion.likelihoods import States, scoring_state_index
@@ -263,7 +263,7 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
             ids, mask, positions = self._partial_inputs(prompts, response)
             logits = self.module.logits(ids, mask, rows, prompt_lengths[rows] + position, positions, is_image)
             logits = logits.view(len(prompts), self.layout.length, -1) / (temperature or 1.0)
-            noisy = draw(logits, generators) if temperature else logits
+            noisy = add_gumbel_noise(logits, generators) if temperature else logits
             tokens = noisy.argmax(-1)
             logp = logits.log_softmax(-1)
             token_logp = logp.gather(-1, tokens[..., None])[..., 0].cpu()

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmrl.generation.sampling import draw
+from mmrl.generation.sampling import add_gumbel_noise
 from mmrl.policies.discrete_diffusion.likelihoods import States
 from mmrl.policies.discrete_diffusion.policy import DiscreteDiffusionPolicy, TokenDiffusionOptions
 from mmrl.policies.discrete_diffusion.responses import MaskedRecord, ResponseLayout
@@ -55,7 +55,7 @@ class UniformPolicy(DiscreteDiffusionPolicy):
             ids, mask = self.collator.collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
             logits = self.module.logits(ids, mask, rows, prompt_lengths[rows] + position)
             logits = logits.view(len(prompts), self.layout.length, -1) / (temperature or 1.0)
-            tokens = (draw(logits, generators) if temperature else logits).argmax(-1).cpu()
+            tokens = (add_gumbel_noise(logits, generators) if temperature else logits).argmax(-1).cpu()
             replace_mask = self._uniform(generators) < 1 / (self.noising.steps - step)
             response = torch.where(replace_mask, tokens, response)
         logp_temperature = temperature or 1.0  # log-probabilities of greedy responses (temperature 0) are those at 1

@@ -34,7 +34,7 @@ def adapt(name: str, target: Callable[..., Any], signature: Signature, options: 
     """Wraps a function of another library as a reward. target: the function, or a class that is called with `options`
     and makes one.
 
-    Raises ValueError for options that it does not take, and if it does not have this signature.
+    Raises ValueError for options that the function does not have, and if it does not have this signature.
     """
     if inspect.isclass(target):
         instance: Any = target(**options)
@@ -80,10 +80,10 @@ def _check_parameters(name: str, parameters: Sequence[str], signature: Signature
 class TrlReward(BatchReward):
     """A reward function of TRL: it gets `completions`, `prompts` and the rows' columns as lists, and returns a list.
 
-    columns: its other parameters, and whether each is required. takes_all: it has **kwargs and gets every column.
-    prompts: it takes `prompts`. messages: completions are lists of one message, as TRL gives them for conversational
-    prompts; otherwise strings. The gold answer is in `answer`, `solution` and `ground_truth`, unless the row has a
-    column of that name.
+    columns: the names of its other parameters, and whether each is required. takes_all: it has **kwargs and gets every
+    column. prompts: it takes `prompts`. messages: completions are lists of one message, as TRL gives them for
+    conversational prompts; otherwise strings. The gold answer is in `answer`, `solution` and `ground_truth`, unless the
+    row has a column of that name.
     """
 
     scope: Literal["sample"] = "sample"
@@ -136,7 +136,7 @@ class VerlReward:
 
 class EasyR1Reward(BatchReward):
     """A reward function of EasyR1: it gets dicts of `response`, `response_length` and `ground_truth`, and returns a
-    dict with `overall` for each. at_once: it gets all of a batch in a list."""
+    dict with `overall` for each. at_once: it gets the whole batch as a list; otherwise one dict at a time."""
 
     scope: Literal["sample"] = "sample"
 
@@ -159,7 +159,7 @@ class EasyR1Reward(BatchReward):
 
 
 def _number(value: Any, key: str) -> Score:
-    """Returns the score, or the value at `key` if it is a dict. Raises UserError if the key is missing."""
+    """Returns `value`, or its entry `key` if it is a dict. Raises UserError if the key is missing."""
     if isinstance(value, Mapping):
         if key not in value:
             raise UserError(f"it returned a mapping without {key!r} (keys: {', '.join(map(str, value)) or 'none'})")

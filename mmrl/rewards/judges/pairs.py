@@ -29,7 +29,7 @@ class ReferenceJudge(VlmJudge):
         super().__init__(question=question, normalise=normalise, **judge)
 
     def _build_question(self, sample: Sample) -> JudgeQuestion:
-        return self._question(sample, as_pil(image_of(sample)), prompt_image(sample, "as a reference"))
+        return self._question(sample, as_pil(image_of(sample)), prompt_image(sample, "the reference of the judge"))
 
 
 class EditJudge(VlmJudge):
@@ -44,12 +44,11 @@ class EditJudge(VlmJudge):
         super().__init__(question=question, **judge)
 
     def _build_question(self, sample: Sample) -> JudgeQuestion:
-        return self._question(sample, prompt_image(sample, "that was edited"), as_pil(image_of(sample)))
+        return self._question(sample, prompt_image(sample, "the image that was edited"), as_pil(image_of(sample)))
 
 
 def prompt_image(sample: Sample, role: str) -> Image.Image:
-    """Returns the prompt's first image. role: what it is used for, for the message. Raises UserError if there is
-    none."""
+    """Returns the prompt's first image. role: what the message says that it is. Raises UserError if there is none."""
     if not sample.prompt.images:
-        raise UserError(f"prompt {sample.prompt.id!r} has no image {role}; add one to its row")
+        raise UserError(f"prompt {sample.prompt.id!r} has no image; add {role} to its row")
     return sample.prompt.images[0]

@@ -13,8 +13,8 @@ from mmrl.rollouts import Sample, Spans
 
 Split = Literal["newline", "sentence", "separator"]
 StepScorer = Callable[[Sample, list[str]], Sequence[float]]
-_MARKS = r".!?\u2026"  # that end a sentence
-_FULL_STOPS = r"\u3002\uff01\uff1f"  # Chinese ones, which no space follows
+_MARKS = r".!?\u2026"  # marks that end a sentence
+_FULL_STOPS = r"\u3002\uff01\uff1f"  # Chinese marks, which no space follows
 _ENDS = {
     "newline": r"\n+",
     "sentence": rf"(?<![{_MARKS}])[{_MARKS}]++[\"'\u201d\u2019)\]]*+(?:\s++|\Z)|[{_FULL_STOPS}]++\s*+|\n{{2,}}\s*+",
@@ -52,7 +52,7 @@ def process(
 
 
 def steps(text: str, ending: re.Pattern[str]) -> list[tuple[int, int]]:
-    """Returns (begin, end) of each step of a string, including what ends it; blank ones are left out."""
+    """Returns (begin, end) of each step of a string, including the text that ends it; blank steps are left out."""
     edges = [0, *(match.end() for match in ending.finditer(text)), len(text)]
     return [(begin, end) for begin, end in pairwise(edges) if text[begin:end].strip()]
 
@@ -67,6 +67,6 @@ def _scorer(name: str, options: dict[str, Any]) -> StepScorer:
         return lambda sample, texts: target(sample, texts, **options)
     instance: Any = target(**options)
     if not callable(instance):
-        raise ValueError(f"scorer {name!r} makes an object that cannot be called with a sample and its steps")
+        raise ValueError(f"scorer {name!r}: its object cannot be called with a sample and its steps; define __call__")
     scorer: StepScorer = instance
     return scorer

@@ -31,7 +31,7 @@ WHICH_IS_BETTER = (
     "Answer with one digit, 1 for the first or 2 for the second."
 )
 Answer = TypeVar("Answer")
-MAX_TOP_LOGPROBS = 20  # that OpenAI's protocol returns
+MAX_TOP_LOGPROBS = 20  # most alternatives of a token that OpenAI's protocol returns
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Endpoint:
     """A judge behind POST {base_url}/chat/completions. An answer that is not among the most probable first tokens has
     probability 0.
 
-    deadline_s, retries: as for `mmrl.rewards.services.http.post`, which also raises UserError. api_key_env: name of the
-    environment variable that holds the key. concurrency: requests at once, at most. think_tokens: tokens that the judge
-    may generate first; its verdict is then the last token that is one of the answers.
+    deadline_s, retries: see `mmrl.rewards.services.http.post`, which raises UserError. api_key_env: name of the
+    environment variable that holds the key. concurrency: the largest number of requests at a time. think_tokens: tokens
+    that the judge may generate first; its verdict is then the last token that is one of the answers.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Endpoint:
         answer = self._post(question, max_tokens=self.think_tokens + 1, logprobs=True, top_logprobs=MAX_TOP_LOGPROBS)
         try:
             content_tokens = answer["choices"][0]["logprobs"]["content"]
-            position = _verdict(content_tokens, answers) if self.think_tokens else 0
+            position = _verdict_position(content_tokens, answers) if self.think_tokens else 0
             if position is None:
                 return 0.0, 0.0
             tokens = content_tokens[position]["top_logprobs"]
@@ -123,7 +123,8 @@ class Endpoint:
             return str(answer["choices"][0]["message"]["content"])
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(
-                f"judge {self.url} answered without choices[0].message.content ({error!r}); choose a server of chats"
+                f"judge {self.url} answered without choices[0].message.content ({error!r}); choose a server of "
+                "OpenAI's chat API"
             ) from None
 
     def _post(self, question: JudgeQuestion, **settings: Any) -> Any:
@@ -143,7 +144,7 @@ class Endpoint:
         return post(self.url, body, headers, deadline_s=self.deadline_s, retries=self.retries)
 
 
-def _verdict(tokens: Sequence[Any], answers: tuple[str, str]) -> int | None:
+def _verdict_position(tokens: Sequence[Any], answers: tuple[str, str]) -> int | None:
     """Returns the position of the last token that is one of the answers; None if there is none."""
     positions = [i for i, token in enumerate(tokens) if any(_is_word(str(token["token"]), word) for word in answers)]
     return positions[-1] if positions else None
@@ -174,18 +175,18 @@ class LocalJudge:
 
     @torch.no_grad()
     def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
-        """Returns the same as `Endpoint.ask`. Raises ValueError as the constructor, for other answers than its own."""
+        """Returns the same as `Endpoint.ask`. Raises ValueError for an answer that is not one token of the judge."""
         ids, result = [self._token_ids(word) for word in answers], list[tuple[float, float]]()
         for inputs in self._batches(questions):
             logits = self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
             probabilities = logits.softmax(-1).cpu()
-            columns = (probabilities[:, of_word].sum(1).tolist() for of_word in ids)
+            columns = (probabilities[:, word_ids].sum(1).tolist() for word_ids in ids)
             result += zip(*columns, strict=True)
         return result
 
     @torch.no_grad()
     def write(self, questions: Sequence[JudgeQuestion], max_tokens: int) -> list[str]:
-        """Returns the most probable answers, token by token, of at most `max_tokens` tokens."""
+        """Returns the answers by greedy decoding, of at most `max_tokens` tokens."""
         texts: list[str] = []
         for inputs in self._batches(questions):
             tokens = self.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
@@ -207,7 +208,7 @@ class LocalJudge:
             ).to(device)
 
     def _token_ids(self, word: str) -> list[int]:
-        """Returns the tokens that are a word. Raises ValueError if there are none."""
+        """Returns the ids of the tokens that are `word`. Raises ValueError if there are none."""
         if word not in self._ids:
             self._ids[word] = [i for i, token in enumerate(self._tokens) if _is_word(token, word)]
         if not self._ids[word]:
@@ -222,7 +223,7 @@ class LocalJudge:
 
 
 def _is_word(token: str, word: str) -> bool:
-    """Returns whether a token is a word, without case and white space."""
+    """Returns whether a token is `word`, ignoring case and white space."""
     return token.strip().lower() == word.lower()
 
 
@@ -231,8 +232,8 @@ class JudgeReward:
 
     The judge is an endpoint, given by `base_url` and `model` (see `Endpoint`), or a model in this process, given by
     `path` (see `LocalJudge`). `deadline_s`, `retries`, `concurrency` and `api_key_env` are for an endpoint;
-    `batch_size`, `dtype` and `device` for a model in this process. A subclass may set `answers`, words that the judge
-    has to have, and `think_tokens` before it calls the constructor.
+    `batch_size`, `dtype` and `device` for a model in this process. A subclass may set `answers`, words that must be
+    tokens of the judge, and `think_tokens` before it calls the constructor.
     """
 
     answers: tuple[str, ...] = ()
@@ -264,7 +265,7 @@ class JudgeReward:
 
 
 class TwoWordJudgeReward(JudgeReward):
-    """The base class of rewards by a judge that answers with one of two words. think_tokens: of an endpoint. The other
+    """The base class of rewards by a judge that answers with one of two words. think_tokens: see `Endpoint`. The other
     options are those of `JudgeReward`."""
 
     answers: tuple[str, str]
@@ -324,8 +325,8 @@ class VlmPreference(TwoWordJudgeReward):
 
     The judge sees each of the n (n - 1) / 2 pairs of a group and names the better image, by the more probable of the
     two `answers` (for the first and the second image). A win counts 1, a tie 0.5. orders: "both" asks each pair in both
-    orders and averages, so that a judge that always prefers one place produces ties. "random" asks once, in an order
-    that depends on `seed`, the prompt's id and the pair.
+    orders and averages, so that a judge that always prefers the first image produces ties. "random" asks once, in an
+    order that depends on `seed`, the prompt's id and the pair.
 
     A pair is left out if the judge gives neither answer any probability. None for an image without pairs, for one that
     is alone in its group, and for one with NaN or inf. The other options are those of

@@ -18,7 +18,7 @@ NUMBER = r"[-+]?\d{1,9}(?:\.\d{1,9})?"
 
 
 class WrittenScore(JudgeReward):
-    """The number that a judge writes about an image, from `low` .. `high` to 0 .. 1.
+    """The number, `low` .. `high`, that a judge writes about an image, scaled to 0 .. 1.
 
     The answer is what follows the last `after` in the judge's text, without white space, brackets, quotes and asterisks
     before it. words: values, 0 to 1, of the words that may be there in place of a number, such as {true: 1, false: 0}.
@@ -26,8 +26,8 @@ class WrittenScore(JudgeReward):
     "answer": true or false.
 
     The judge writes at most `max_tokens` tokens, the most probable ones. source: whether it sees the prompt's images
-    before the result. None for an answer without such a number or word, for a number outside of low .. high, and for
-    an image with NaN or inf. The other options are those of `JudgeReward`.
+    before the generated one. None for an answer without such a number or word, for a number outside of low .. high, and
+    for an image with NaN or inf. The other options are those of `JudgeReward`.
     """
 
     scope: Literal["sample"] = "sample"
@@ -47,7 +47,7 @@ class WrittenScore(JudgeReward):
         if "{prompt}" not in question:
             raise ValueError("question must contain {prompt}, which the prompt's text replaces")
         if not after:
-            raise ValueError("after must be the text before the number, not an empty one")
+            raise ValueError("after must be the text before the number, not an empty string")
         if not high > low:
             raise ValueError(f"high must be above low, not {high:g} with low {low:g}")
         if max_tokens < 1:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 QWEN_7B = "the base model Qwen/Qwen2-VL-7B-Instruct"
-WRITTEN = '"{prompt}" is the prompt of this image. Rate how well the image shows it and its quality'
+RATE_THE_IMAGE = '"{prompt}" is the prompt of this image. Rate how well the image shows it and its quality'
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file or a repository of weights. gigabytes, license: None where they are not known."""
+    """A file or a repository of weights. gigabytes, license: None if they are not known."""
 
     name: str
     gigabytes: float | None = None
@@ -21,12 +21,12 @@ class WeightFile:
 class CatalogueEntry:
     """Requirements of a reward: options, weights and packages.
 
-    reward: its name in `task.rewards`. options: YAML of its options, one line each. weights: what its options name, or
-    what is downloaded at the first use. extras: those of mmrl that it needs. requirements: pinned packages of an
-    environment of its own; empty for a reward that runs in the trainer's. environment: the environment's name; rewards
-    of the same name share one. serve: the arguments, after the environment's python, of a server that has to run before
-    training; "" if the environment's python itself is named in the recipe, as `python`. python_below: the first Python
-    version for which the packages have no wheels.
+    reward: its name in `task.rewards`. options: YAML of its options, one line each. weights: the files that its options
+    name, or that are downloaded at the first use. extras: optional dependencies of mmrl that it needs. requirements:
+    pinned packages of an environment of its own; empty for a reward that runs in the trainer's. environment: the
+    environment's name; rewards of the same name share one. serve: the arguments, after the environment's python, of a
+    server that has to run before training; "" if the environment's python itself is named in the recipe, as `python`.
+    python_below: the first Python version for which the packages have no wheels.
     """
 
     reward: str
@@ -151,7 +151,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         "CodeGoat24/UnifiedReward-qwen-7b",
         16.6,
         "MIT",
-        f"question: '{WRITTEN}, from 1 to 5, after \"Final Score:\".'",
+        f"question: '{RATE_THE_IMAGE}, from 1 to 5, after \"Final Score:\".'",
         'after: "Final Score:"',
         "low: 1",
         "high: 5",

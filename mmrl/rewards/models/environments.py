@@ -42,11 +42,11 @@ def describe_catalogue() -> list[str]:
 
 
 def install(name: str, folder: Path | None) -> list[str]:
-    """Makes the environment of a reward in a folder of `folder`, unless it is there. Returns the lines to print.
+    """Installs the environment of a reward in a subfolder of `folder`, unless it exists. Returns the lines to print.
 
     folder: None for the user's cache folder. Raises UserError for an unknown name, a folder that cannot be written or
-    that holds something else, a Python version without packages, another process that makes the same environment, and
-    if a package cannot be installed.
+    that holds other files, a Python version for which the packages do not exist, another process that is installing the
+    same environment, and if a package cannot be installed.
     """
     entry = _entry(name)
     if not entry.requirements:
@@ -56,7 +56,7 @@ def install(name: str, folder: Path | None) -> list[str]:
     with _locked(environment):
         if _is_complete(environment, entry):
             _link_package(environment)
-            return [f"{name} is there already: {environment}", *_usage(entry, environment)]
+            return [f"{name} is already installed: {environment}", *_usage(entry, environment)]
         _create(environment)
         _install_packages(environment, entry.requirements)
         _link_package(environment)
@@ -66,14 +66,14 @@ def install(name: str, folder: Path | None) -> list[str]:
 
 def plan(name: str, folder: Path | None) -> list[str]:
     """Returns the lines of `mmrl rewards install --dry-run`: the commands that would run, and what `install` prints.
-    Raises UserError for an unknown name, and a Python version without packages."""
+    Raises UserError for an unknown name, and for a Python version for which the packages do not exist."""
     entry = _entry(name)
     if not entry.requirements:
         return [_needs_no_environment(name, entry), *_usage(entry, None)]
     environment = _environment(entry, folder)
     _check_python(name, entry)
     if _is_complete(environment, entry):
-        return [f"{name} is there already: {environment}", *_usage(entry, environment)]
+        return [f"{name} is already installed: {environment}", *_usage(entry, environment)]
     pip = shlex.join(_pip(environment, entry.requirements))
     return [f"{shlex.quote(sys.executable)} -m venv {shlex.quote(str(environment))}", pip, *_usage(entry, environment)]
 
@@ -85,7 +85,7 @@ def interpreter(environment: Path) -> Path:
 
 def _entry(name: str) -> CatalogueEntry:
     if name not in CATALOGUE:
-        raise UserError(f"there is no reward {name} to install{nearest(name, CATALOGUE)}; mmrl rewards lists them")
+        raise UserError(f"there is no reward {name} to install{nearest(name, CATALOGUE)}; `mmrl rewards` lists all")
     return CATALOGUE[name]
 
 
@@ -98,8 +98,8 @@ def _check_python(name: str, entry: CatalogueEntry) -> None:
     if entry.python_below is not None and sys.version_info[:2] >= entry.python_below:
         newest = f"{entry.python_below[0]}.{entry.python_below[1]}"
         raise UserError(
-            f"the packages of {name} exist for Python below {newest}, and this is {sys.version_info[0]}."
-            f"{sys.version_info[1]}; run this command by mmrl under an older one"
+            f"the packages of {name} need a Python below {newest}, not {sys.version_info[0]}.{sys.version_info[1]}; "
+            "run this command with an mmrl that is installed under an older Python"
         )
 
 
@@ -150,25 +150,26 @@ def _locked(environment: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
-            raise UserError(f"another process is installing {environment}; wait until it has finished") from None
+            raise UserError(f"another process is installing {environment}; wait until it has ended") from None
         yield
 
 
 def _create(environment: Path) -> None:
-    """Makes an empty environment in place of an incomplete one. Raises UserError if something else is there, or it
+    """Makes an empty environment in place of an incomplete one. Raises UserError if the folder holds other files or
     cannot be written."""
     if environment.exists() and not (environment / "pyvenv.cfg").exists() and any(environment.iterdir()):
-        raise UserError(f"{environment} exists but is not a Python environment; remove it, or choose another --folder")
+        raise UserError(f"{environment} exists but is not a Python environment; choose another --folder, or remove it")
     try:
         venv.EnvBuilder(clear=True, symlinks=True, with_pip=True).create(environment)
     except OSError as error:
         raise UserError(f"{environment} cannot be written: {error.strerror}; choose another --folder") from None
     except subprocess.CalledProcessError as error:
-        raise UserError(f"python -m venv {environment} failed: {error}; is Python's module ensurepip there?") from None
+        raise UserError(f"python -m venv {environment} failed: {error}; is the module ensurepip installed?") from None
 
 
 def _pip(environment: Path, requirements: Sequence[str]) -> list[str]:
-    """Returns the command that installs packages. -I: PYTHONPATH and the user's packages do not count."""
+    """Returns the command that installs packages. -I makes Python ignore PYTHONPATH and the packages in the user's
+    home."""
     quiet = ("--disable-pip-version-check", "--no-input")
     return [str(interpreter(environment)), "-I", "-m", "pip", "install", *quiet, *requirements]
 
@@ -178,7 +179,7 @@ def _install_packages(environment: Path, requirements: Sequence[str]) -> None:
     pip = subprocess.Popen(_pip(environment, requirements), stdout=2, stderr=subprocess.PIPE, text=True)
     try:
         _, errors = pip.communicate()
-    except BaseException:  # Ctrl-C: without a marker the environment is made anew
+    except BaseException:  # Ctrl-C: an environment without MARKER is installed again
         pip.kill()
         pip.wait()
         raise
@@ -189,7 +190,7 @@ def _install_packages(environment: Path, requirements: Sequence[str]) -> None:
 
 
 def _link_package(environment: Path) -> None:
-    """Makes this mmrl importable in the environment, and nothing beside it."""
+    """Makes this mmrl importable in the environment, without the other packages of the trainer."""
     command = [str(interpreter(environment)), "-I", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     link, target = packages / "mmrl", PACKAGE

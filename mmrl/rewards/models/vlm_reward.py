@@ -28,7 +28,7 @@ class VlmReward:
 
     HPSv3 (arXiv:2508.03789)        Qwen2-VL, one token <|Reward|>, whose head gives a mean and a spread
     VideoAlign (arXiv:2501.13918)   Qwen2-VL, tokens <|VQ_reward|>, <|MQ_reward|>, <|TA_reward|>, each with `normal`
-    EditReward (arXiv:2509.26346)   Qwen2.5-VL, source and result, one head an instruction
+    EditReward (arXiv:2509.26346)   Qwen2.5-VL, source and result, one head for each instruction
 
     model        folder of the base model: configuration, processor and weights
     weights      the published file: the head, `rm_head.*` or `rm_heads.NAME.*`, and the trained model; if it has no
@@ -38,7 +38,7 @@ class VlmReward:
     tokens       weights by token, in the published order, in which missing ones are added to the vocabulary. If the
                  head has as many outputs as there are tokens, output i belongs to token i; else the first is used
     normal       mean and std by token
-    source       whether the prompt's first image comes before the result
+    source       whether the prompt's first image comes before the generated one
     min_pixels, max_pixels   bounds of an image's size for the processor
 
     None for an image or a video with NaN or inf. Raises ValueError if model and weights do not fit.
@@ -103,7 +103,8 @@ class VlmReward:
         return scores
 
     def _inputs(self, instruction: str, samples: list[Sample]) -> Any:
-        """Returns the model's inputs: the samples' chats with their images and videos. Raises UserError."""
+        """Returns the model's inputs: the samples' chats with their images and videos. Raises UserError for a prompt
+        without the image that `source` needs."""
         images: list[Image.Image] = []
         videos: list[list[Image.Image]] = []
         texts = []
@@ -189,7 +190,7 @@ def _processor(path: str, tokens: Mapping[str, float], min_pixels: int | None, m
 
 def _model(path: str, state: Mapping[str, Tensor], vocabulary: int, dtype: str) -> Any:
     """Loads the image-text model of a folder, with the trained weights in `state`, if there are any. vocabulary: its
-    number of tokens. Raises ValueError if they are not all of its weights."""
+    number of tokens. Raises ValueError if weights are missing or do not fit."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch_dtype: torch.dtype = vars(torch)[dtype]

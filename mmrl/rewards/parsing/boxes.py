@@ -22,14 +22,15 @@ from typing import Any
 from mmrl.rewards.parsing.responses import extract_answer
 from mmrl.rewards.parsing.typography import normalize_case, normalize_text, normalize_typography
 
-Numbers = tuple[float, ...]
+Numbers = tuple[float, ...]  # four of a box, two of a point
+MAX_LITERAL = 4096  # characters of a Python dict; literal_eval of a longer one takes too much time and memory
 BOX_KEYS = ("bbox_2d", "bbox", "box", "bounding_box", "boundingbox", "position", "coordinates", "boxes", "bboxes")
 LABEL_KEYS = ("label", "name", "class", "category", "object", "object_name")
 _NUMBER = r"[-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+"
-_SIDE = rf"\s*+({_NUMBER})\s*+"
+_COORDINATE = rf"\s*+({_NUMBER})\s*+"
 _OR_SPACE = r"(?:,|(?<=\s))"
-_FOUR = rf"{_SIDE}{_OR_SPACE}{_SIDE}{_OR_SPACE}{_SIDE}{_OR_SPACE}{_SIDE}"
-_TWO = rf"{_SIDE},{_SIDE}"
+_FOUR = rf"{_COORDINATE}{_OR_SPACE}{_COORDINATE}{_OR_SPACE}{_COORDINATE}{_OR_SPACE}{_COORDINATE}"
+_TWO = rf"{_COORDINATE},{_COORDINATE}"
 _SHAPE = re.compile(rf"(?<=[\[({{<>;|])(?:{_FOUR}(?=[\])}}<>;|])|{_TWO}(?=[\])}}<]))")
 _FULL_TEXT = re.compile(rf"{_FOUR}|{_TWO}")
 _NAMES = {
@@ -51,8 +52,11 @@ _BETWEEN_NAMED = re.compile(r"[\s,;]*+(?:and\b)?[\s,;]*+")
 _OBJECT = re.compile(r"\{[^{}]*+\}")
 _REFERENCE = re.compile(r"(?:<ref>|<\|object_ref_start\|>|<\|ref\|>)([^<]*+)(?:</ref>|<\|object_ref_end\|>|<\|/ref\|>)")
 _FENCE = re.compile(r"```\w*+")
-_NOTHING = re.compile(r"(?:\[\s*+\]|\{\s*+\}|null|none|nothing|no|n/a|not present|not visible|absent|nowhere)[\s.!]*+")
-_NOTHING_SAID = re.compile(
+# All of an answer, or a part of one, that says that there is no object.
+_EMPTY_ANSWER = re.compile(
+    r"(?:\[\s*+\]|\{\s*+\}|null|none|nothing|no|n/a|not present|not visible|absent|nowhere)[\s.!]*+"
+)
+_ABSENCE_PHRASE = re.compile(
     r"\[\s*+\]|\bthere (?:is|are|was|were) (?:no\b|none\b|nothing\b|not\b)|\bthere (?:isn't|aren't)|"
     r"\b(?:is|are) (?:not|nowhere) (?:present|visible|there|shown|seen|found|in (?:the|this))|"
     r"\b(?:isn't|aren't) (?:present|visible|there|shown|seen|found|in (?:the|this))|"
@@ -64,19 +68,19 @@ _NOTHING_SAID = re.compile(
 
 def parse_boxes(text: str) -> list[Numbers]:
     """Returns every box of a string, four numbers each, in order."""
-    return _shapes(text)[0]
+    return _boxes_and_points(text)[0]
 
 
 def parse_points(text: str) -> list[Numbers]:
     """Returns every point of a string, two numbers each, in order. The four numbers of a box are not two points."""
-    return _shapes(text)[1]
+    return _boxes_and_points(text)[1]
 
 
 def states_nothing(text: str) -> bool:
     """Returns whether a string without boxes says that nothing was found: [], "none", "There is no cat in the
     image"."""
     text = normalize_case(_FENCE.sub(" ", text)).strip()
-    return _NOTHING.fullmatch(text) is not None or _NOTHING_SAID.search(text) is not None
+    return _EMPTY_ANSWER.fullmatch(text) is not None or _ABSENCE_PHRASE.search(text) is not None
 
 
 def gold_boxes(gold: Any) -> list[Numbers] | None:
@@ -91,7 +95,7 @@ def gold_boxes(gold: Any) -> list[Numbers] | None:
         return parsed if parsed or states_nothing(text) else None
     if isinstance(gold, dict):
         text = json.dumps(gold, default=str)
-        return parse_boxes(text) or ([] if _NOTHING_SAID.search(text) else None)
+        return parse_boxes(text) or ([] if _ABSENCE_PHRASE.search(text) else None)
     if not isinstance(gold, (list, tuple)):
         return None
     if gold and all(_is_number(part) for part in gold):
@@ -137,7 +141,7 @@ def parse_labelled_boxes(value: dict[str, Any]) -> list[tuple[str, Numbers]]:
     return [(normalize_text(label), numbers) for numbers in boxes or []] if label is not None else []
 
 
-def _shapes(text: str) -> tuple[list[Numbers], list[Numbers]]:
+def _boxes_and_points(text: str) -> tuple[list[Numbers], list[Numbers]]:
     """Returns the boxes and the points of a string. Two points in a row are a box as well."""
     text = normalize_typography(text)
     full_match = _FULL_TEXT.fullmatch(text.strip(" \n\t`\"'*."))
@@ -201,7 +205,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
         value = json.loads(text)
     except ValueError:
         try:
-            value = ast.literal_eval(text) if len(text) < 4096 else None
+            value = ast.literal_eval(text) if len(text) < MAX_LITERAL else None
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return None
     return value if isinstance(value, dict) else None

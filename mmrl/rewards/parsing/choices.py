@@ -7,16 +7,17 @@ import re
 from mmrl.rewards.parsing.typography import normalize_typography
 from mmrl.rewards.parsing.wording import normalize_answer
 
-# Scripts without spaces between words: a letter beside theirs stands alone.
+MAX_PER_LETTER = 8  # characters of a list of letters for each letter: it, commas, "and"
+# Scripts without spaces between words: a Latin letter beside one of their characters stands alone.
 _UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]++")
 _MARKDOWN = re.compile(r"[*`]++|(?<!\w)_++|_++(?!\w)")
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*+|[{}$]")
-# Words that follow "A" if it is an option and no article.
+# Words that follow "A" if it is an option and not an article.
 _NO_NOUN = re.compile(
     r"is|was|and|or|because|since|as|but|not|if|would|seems|looks|nor|vs|versus|for|should|must|can|will|fits|matches|"
     r"has|does|alone|only|both|instead|while|so|then|than|with"
 )
-_NO_VERB = re.compile(r"is|and|or")  # words that follow "I" if it is an option and no pronoun
+_NO_VERB = re.compile(r"is|and|or")  # words that follow "I" if it is an option and not a pronoun
 _ANNOUNCED = re.compile(
     r"(?:\b(?:answers?|choices?|options?|choice|letters?)\b(?:\s+(?:that\s+fits|here))?\s*+(?:is|are|would be|must be|"
     r"should be)\b\s*+:?|\b(?:answers?|solution)\s*+[:=]|\b(?:choose|choosing|chose|pick|select|go with|going with)\b)",
@@ -64,7 +65,7 @@ class OptionLetterReader:
 
     def _only_letters(self, text: str) -> list[str]:
         """Returns the letters of a text that is nothing else: "B", "a, c", "AC"; [] for other texts."""
-        if len(text) > 8 * len(self.letters) or _WORD.search(text):
+        if len(text) > MAX_PER_LETTER * len(self.letters) or _WORD.search(text):
             return []
         parts = [part for part in _BETWEEN_LETTERS.split(text.strip("\"'*.:() \n")) if part]
         if len(parts) == 1 and _LETTERS_ONLY.fullmatch(parts[0]) and len(set(parts[0])) == len(parts[0]):
@@ -82,8 +83,9 @@ class OptionLetterReader:
         letters: dict[str, None] = {}
         for match in self._alone.finditer(text, begin):
             bracket, letter, following = match[1], match[2], (match[3] or "")
-            preceding = text[max(0, match.start() - 12) : match.start()]
-            is_first = not text[begin : match.start()].strip() if match.start() - begin < 8 else False
+            preceding = text[max(0, match.start() - 12) : match.start()]  # long enough for "options: "
+            # Only a few characters are looked at, so that the time grows linearly.
+            is_first = match.start() - begin < 8 and not text[begin : match.start()].strip()
             if letter.islower() and not self._is_lower_option(bracket, following, is_first, preceding):
                 continue
             if not bracket and _is_english_word(letter, following):
@@ -111,8 +113,8 @@ def _is_english_word(letter: str, following: str) -> bool:
 
 
 def parse_options(question: str) -> dict[str, str]:
-    """Returns the options of a question, as `normalize_answer` makes them, by letter: two or more, from A on; {} if the
-    question lists none."""
+    """Returns the texts of a question's options by letter, normalised by `normalize_answer`: two or more, from A on; {}
+    if the question lists none."""
     for pattern in (_LINE, _INLINE):
         lines = pattern.findall(normalize_typography(question))
         options = {letter: normalize_answer(text.strip()) for letter, text in lines}
@@ -129,7 +131,8 @@ def strip_lead_in(text: str) -> str:
 
 
 def _without_markup(text: str) -> str:
-    """Removes Markdown, LaTeX and typography, and separates letters from scripts without spaces."""
+    """Removes Markdown and LaTeX commands, normalises the typography, and replaces text in scripts without spaces by a
+    space."""
     if not text.isascii():
         text = normalize_typography(text.replace("\u2014", " - "))
         text = _UNSPACED.sub(" ", text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_PERHAPS = re.compile(  # look like denials, but deny nothing
+_PERHAPS = re.compile(  # phrases that contain a negation, but deny nothing
     r"\b(?:can ?not|can't|could not|couldn't|not|never) (?:be )?(?:rul(?:e|ed) out|exclud(?:e|ed))\b"
     r"|\bnot only\b|\bno doubt\b|\bno (?:\w+ )?(?:change|increase|decrease) (?:in|of)\b|\bwithout (?:\w+ )?doubt\b"
 )

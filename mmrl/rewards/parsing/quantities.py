@@ -18,7 +18,7 @@ _SEPARATORS = re.compile("[,' ]")
 _SIGNED = r"[-+]?\d++"
 _QUANTITY = re.compile(
     # Groups: whole, numerator and denominator of 1 1/2; of 1/2; number, exponent, power of ten, power.
-    # Digits behind a letter are part of a name (H2O), behind a point, colon or stroke of a version, time or date.
+    # Digits right after a letter are part of a name (H2O); after a point, colon or slash, of a version, time or date.
     rf"(?<![A-Za-z0-9_^])(?<!\d[.:/])"
     rf"(?:(\d++)[ ]++(\d++)/(\d++)(?![/\d])"
     rf"|(\d++)\s*+/\s*+(\d++)(?!\s*+/\s*+\d)"
@@ -50,12 +50,13 @@ _LATEX = (
     (re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*+\{([^{}]*+)\}"), r" \1 "),
     (re.compile(r"\^\s*+\{?\\circ\}?"), "\xb0"),
 )
+# After one of these characters a minus is a sign, not a subtraction.
 _BEFORE_MINUS = "=:(,[<>~\u2248|"
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number and the unit after it, None if there is no known one."""
+    """A number, and the unit after it; None if it has no known unit."""
 
     value: Fraction
     unit: Unit | None = None
@@ -132,11 +133,14 @@ def _is_negative(text: str, start: int) -> bool:
 def _value(match: re.Match[str]) -> Fraction | None:
     """Converts a match of _QUANTITY to a fraction: a mixed number, a ratio, a decimal, with an exponent or a power.
     Returns None for a division by 0 and beyond MAX_DIGITS digits."""
-    whole, part, parts, numerator, denominator, number, exponent, ten_power, power = match.groups()
+    whole, mixed_numerator, mixed_denominator, numerator, denominator, number, exponent, ten_power, power = (
+        match.groups()
+    )
     if len(match[0]) > MAX_DIGITS:
         return None
-    if parts:
-        return int(whole) + Fraction(int(part), int(parts)) if int(parts) else None
+    if mixed_denominator:
+        fraction = Fraction(int(mixed_numerator), int(mixed_denominator)) if int(mixed_denominator) else None
+        return None if fraction is None else int(whole) + fraction
     if denominator:
         return Fraction(int(numerator), int(denominator)) if int(denominator) else None
     value = Fraction(int(number) if number.isdigit() else _SEPARATORS.sub("", number))
@@ -150,5 +154,5 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _exact(tolerance: float | None) -> Fraction:
-    """Returns a tolerance as the fraction that its decimal digits say; 0 for None."""
+    """Returns a tolerance as the exact fraction of its decimal digits; 0 for None."""
     return Fraction(repr(float(tolerance))) if tolerance else Fraction(0)

@@ -64,7 +64,8 @@ def full_response(sample: Sample) -> str:
 
 
 def split_thoughts(response: str) -> tuple[str, str]:
-    """Splits a response into its thoughts and the rest. The thoughts are "" if there are no tags of any."""
+    """Splits a response into its thoughts and the text after them. The thoughts are "" if it has no tags of
+    THOUGHTS."""
     thoughts, remainder = "", response
     for opening, closing in THOUGHTS:
         if closing in remainder:
@@ -102,7 +103,8 @@ def gold_answers(sample: Sample) -> Sequence[Any]:
 
 @lru_cache(maxsize=4096)
 def gold_answer_text(gold: str) -> str:
-    """Returns the answer in a gold text, read like a response; all of the text if that leaves nothing."""
+    """Returns the answer in a gold text, extracted as from a response; all of the text if the extracted answer is
+    empty."""
     return extract_answer(gold) or gold.strip()
 
 

@@ -79,8 +79,8 @@ def gold_times(gold: Any) -> list[float]:
 
 
 def _continues(text: str, previous: tuple[float, float | None, int], unit: float, begin: int) -> bool:
-    """Returns whether a time in a smaller unit is added to the previous one, as in 1 minute 3 seconds. begin: where it
-    begins."""
+    """Returns whether a time in a smaller unit is added to the previous one, as in 1 minute 3 seconds. begin: the index
+    in the text at which the time begins."""
     _, previous_unit, end = previous
     if previous_unit is None or previous_unit <= unit or previous_unit <= 1:
         return False

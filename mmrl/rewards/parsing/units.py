@@ -98,7 +98,8 @@ def unit_at(text: str, position: int) -> Unit | None:
 def _unit(text: str) -> Unit | None:
     """Parses a unit such as km/h or m^2 into its scale and the powers of base units; None if it is unknown.
 
-    If some part is unknown, the first word alone counts: "km away" is km."""
+    If a factor is unknown, only the first word is read: "km away" is km.
+    """
     scale, powers = Fraction(1), dict[str, int]()
     for division, name, exponent in _FACTOR.findall(text):
         factor = _factor(name)

@@ -12,13 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.rewards.programs.responses import drawing, program
+from mmrl.rewards.programs.responses import extract_program, extract_svg
 from mmrl.rewards.programs.runner import ProgramReward
 from mmrl.rewards.types import Score
 from mmrl.rewards.visual.edits import compare
 from mmrl.rollouts import Prompt, Sample
 
-MAX_CACHED = 1024  # charts of gold programs
+MAX_CACHED = 1024  # gold programs whose charts are kept
 Measure = Literal["l1", "ssim"]
 
 
@@ -54,15 +54,15 @@ class ChartCode(ProgramReward):
         """Scores programs. Raises UserError for a row without an image, or whose gold program fails."""
         if "elements" in self.weights:
             self._draw_golds([sample.prompt for sample in samples])
-        rows = [row for row, sample in enumerate(samples) if program(sample)]
-        answers = self.runner.run([{"source": program(samples[row])} for row in rows])
+        rows = [row for row, sample in enumerate(samples) if extract_program(sample)]
+        answers = self.runner.run([{"source": extract_program(samples[row])} for row in rows])
         scores: list[Score] = [0.0] * len(samples)
         for row, answer in zip(rows, answers, strict=True):
             scores[row] = 0.0 if "failed" in answer else self._score(samples[row].prompt, answer)
         return scores
 
     def _score(self, prompt: Prompt, answer: Mapping[str, Any]) -> float:
-        """Scores a program by the executor's answer, its chart."""
+        """Returns the score of a program, 0 to 1. answer: the executor's, with its chart."""
         image = to_image(answer.get("image"))
         if image is None:
             return 0.0
@@ -78,7 +78,7 @@ class ChartCode(ProgramReward):
         program, or whose program draws nothing."""
         sources = {str(prompt.answer): prompt for prompt in prompts if prompt.answer is not None}
         if lacking := next((prompt for prompt in prompts if prompt.answer is None), None):
-            raise UserError(f"prompt {lacking.id!r} has no answer; weights.elements needs one, the reference program")
+            raise UserError(f"prompt {lacking.id!r} has no answer: weights.elements needs a reference program in it")
         missing = [source for source in sources if source not in self._golds]
         for source, answer in zip(missing, self.runner.run([{"source": source} for source in missing]), strict=True):
             if "failed" in answer:
@@ -112,9 +112,9 @@ class SvgCode(ProgramReward):
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Scores drawings. Raises UserError for a row without an image."""
         targets = [target_image(sample.prompt) for sample in samples]
-        rows = [row for row, sample in enumerate(samples) if drawing(sample)]
+        rows = [row for row, sample in enumerate(samples) if extract_svg(sample)]
         sizes = [(targets[row].shape[2], targets[row].shape[1]) for row in rows]
-        requests = [{"source": drawing(samples[row]), "size": size} for row, size in zip(rows, sizes, strict=True)]
+        requests = [{"source": extract_svg(samples[row]), "size": size} for row, size in zip(rows, sizes, strict=True)]
         scores: list[Score] = [0.0] * len(samples)
         for row, answer in zip(rows, self.runner.run(requests), strict=True):
             image = to_image(answer.get("image"))
@@ -132,8 +132,8 @@ def target_image(prompt: Prompt) -> Tensor:
 def similarity(image: Image.Image, target: Tensor, measure: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
     """Returns the similarity, 0 to 1, of an image, scaled to the target's size, to `target` [3, height, width].
 
-    measure: see `mmrl.rewards.visual.edits.compare`. An image of a single colour gets 0, unless the target is one too:
-    most of a chart is white, so that an empty image would score high.
+    measure: see `mmrl.rewards.visual.edits.compare`. An image of a single colour gets 0, unless the target has a single
+    colour, too: most of a chart is white, so that an empty image would score high.
     """
     height, width = target.shape[1:]
     if _is_uniform(_tensor(image)) and not _is_uniform(target):
@@ -143,10 +143,11 @@ def similarity(image: Image.Image, target: Tensor, measure: Callable[[Tensor, Te
 
 
 def elements_f1(elements: object, gold: Mapping[str, Sequence[str]]) -> float:
-    """Returns the mean over kinds of elements (texts, marks, ...) of the F1 between a chart's and the gold chart's.
+    """Returns the mean over kinds of elements (texts, marks, ...) of the F1 between the elements of a chart and of the
+    gold chart.
 
-    Kinds that the gold chart lacks are left out. elements: those of the program's chart; anything but a dict of lists
-    of strings scores 0.
+    Kinds that the gold chart lacks are left out. elements: those of the program's chart, by kind; anything but a dict
+    of lists of strings scores 0.
     """
     if not isinstance(elements, Mapping):
         return 0.0

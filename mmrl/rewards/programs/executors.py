@@ -29,33 +29,33 @@ Request = Mapping[str, Any]
 MAX_OUTPUT = 1 << 16  # characters of one test's output
 MAX_FILE = 1 << 26  # bytes
 MAX_SIDE = 2048  # pixels of an image
-MAX_CORNERS = 1 << 20  # vertices, and triangles, of a solid
+MAX_VERTICES = 1 << 20  # of a solid; also the largest number of triangles
 TEXTS, MARKS, COLOURS, VALUES = "texts", "marks", "colours", "values"  # kinds of elements in a chart
 _MODULES = {"charts": ("matplotlib", "charts"), "vectors": ("resvg_py", "svg"), "solids": ("trimesh", "solids")}
 _SHARED = ("/usr", "/lib", "/lib64", "/etc/fonts", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
 
 
 def executor(kind: str, confined: bool) -> ForkedService:
-    """Builds the service for one kind of program: "tested", "charts", "vectors" or "solids". confined: restrict files
-    and network. Raises ValueError if a package that it needs is missing."""
+    """Builds the service for one kind of program: "tested", "charts", "vectors" or "solids". confined: whether a
+    program is kept from other files and the network. Raises ValueError if a package that it needs is missing."""
     module, extra = _MODULES.get(kind, (None, None))
     if module is not None and extra is not None and importlib.util.find_spec(module) is None:
         raise ValueError(f"needs the package {module}: {extra_command(extra)}")
-    execute = {"tested": tested, "charts": chart, "vectors": vector, "solids": solid}[kind]
+    execute = {"tested": run_tests, "charts": draw_chart, "vectors": draw_svg, "solids": build_solid}[kind]
     _PREPARE.get(kind, lambda: None)()
 
     def serve(request: Request) -> dict[str, Any]:
         try:
             _restrict(Path(request["scratch"]), confined)
             return execute(request)
-        except BaseException as error:  # any fault of a program is an answer, also SystemExit
+        except BaseException as error:  # also SystemExit: any fault of a program becomes an answer
             return {"failed": describe_error(error)}
 
     return serve
 
 
 def _restrict(scratch: Path, confined: bool) -> None:
-    """Restricts this process, which serves one request, to libraries and its scratch folder."""
+    """Restricts this process, which serves one request, to the folders of libraries and the folder `scratch`."""
     os.chdir(scratch)
     os.environ.update(HOME=str(scratch), TMPDIR=str(scratch), MPLBACKEND="Agg")
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE, MAX_FILE))
@@ -75,14 +75,15 @@ def _run(source: str, name: str = "__main__") -> dict[str, Any]:
     return names
 
 
-def tested(request: Request) -> dict[str, Any]:
-    """Runs the tests of a program, which are "calls" or "inputs", and returns their "outputs"."""
-    return functions(request) if "calls" in request else scripts(request)
+def run_tests(request: Request) -> dict[str, Any]:
+    """Runs the tests of a program, its "calls" or its "inputs" (see the two functions below), and returns their
+    "outputs"."""
+    return call_functions(request) if "calls" in request else run_scripts(request)
 
 
-def functions(request: Request) -> dict[str, Any]:
+def call_functions(request: Request) -> dict[str, Any]:
     """Calls functions of the program, or evaluates expressions. "calls" holds (name, arguments), or the text of an
-    expression. The "outputs" are JSON texts, None where a call failed."""
+    expression. The "outputs" are JSON texts; None if a call failed."""
     with contextlib.redirect_stdout(io.StringIO()):
         names = _run(request["source"], "response")
         return {"outputs": [_call_output(names, call) for call in request["calls"]]}
@@ -103,7 +104,7 @@ def _call_output(names: dict[str, Any], call: str | tuple[str, list[Any]]) -> st
 
 
 def _to_list(value: object) -> list[Any]:
-    """Converts what JSON lacks to a list: a set, sorted, or an array."""
+    """Converts a value that JSON cannot hold to a list: a set, which is sorted, or an array."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     if isinstance(value, np.ndarray | np.generic):
@@ -122,7 +123,7 @@ def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
     return method
 
 
-def scripts(request: Request) -> dict[str, Any]:
+def run_scripts(request: Request) -> dict[str, Any]:
     """Runs the program once for each text of "inputs" as its standard input. The "outputs" are what it printed, None
     where it failed."""
     return {"outputs": [_run_with_input(request["source"], text) for text in request["inputs"]]}
@@ -140,7 +141,7 @@ def _run_with_input(source: str, text: str) -> str | None:
     return out.getvalue()[:MAX_OUTPUT]
 
 
-def chart(request: Request) -> dict[str, Any]:
+def draw_chart(request: Request) -> dict[str, Any]:
     """Draws the last figure of a Matplotlib program. Returns its "image", uint8 [height, width, 3], and "elements",
     lists of texts by kind."""
     import matplotlib.pyplot as plt
@@ -159,10 +160,10 @@ def chart(request: Request) -> dict[str, Any]:
         figure.set_dpi(figure.dpi * MAX_SIDE / max(width, height))
     figure.canvas.draw()
     pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]  # of Agg
-    return {"image": np.ascontiguousarray(pixels), "elements": elements(figure)}
+    return {"image": np.ascontiguousarray(pixels), "elements": chart_elements(figure)}
 
 
-def elements(figure: Any) -> dict[str, list[str]]:
+def chart_elements(figure: Any) -> dict[str, list[str]]:
     """Returns the elements of a figure by kind: its non-empty texts, the types of marks, their colours, and their
     values, rounded to four digits."""
     from matplotlib.collections import Collection
@@ -200,7 +201,7 @@ def elements(figure: Any) -> dict[str, list[str]]:
     return {TEXTS: [text for text in texts if text.strip()], MARKS: marks, COLOURS: colours, VALUES: values}
 
 
-def vector(request: Request) -> dict[str, Any]:
+def draw_svg(request: Request) -> dict[str, Any]:
     """Draws an SVG on white at "size", (width, height). Returns its "image", uint8 [height, width, 3]. Links in it are
     not read."""
     import resvg_py
@@ -214,28 +215,28 @@ def vector(request: Request) -> dict[str, Any]:
     return {"image": np.asarray(image)}
 
 
-def solid(request: Request) -> dict[str, Any]:
-    """Builds the solid that the program calls `result`, a mesh of trimesh or an object of CadQuery. Returns "corners",
-    fp64 [corner, 3], and "triangles", int64 [triangle, 3]."""
+def build_solid(request: Request) -> dict[str, Any]:
+    """Builds the solid that the program calls `result`, a mesh of trimesh or an object of CadQuery. Returns "vertices",
+    fp64 [vertex, 3], and "triangles", int64 [triangle, 3]."""
     with contextlib.redirect_stdout(io.StringIO()):
         names = _run(request["source"])
     if "result" not in names:
         return {"failed": "it defines no `result`"}
-    corners, triangles = _mesh(names["result"])
-    if max(len(corners), len(triangles)) > MAX_CORNERS:
-        return {"failed": f"its mesh has {len(triangles)} triangles, more than {MAX_CORNERS}"}
-    return {"corners": corners, "triangles": triangles}
+    vertices, triangles = _mesh(names["result"])
+    if max(len(vertices), len(triangles)) > MAX_VERTICES:
+        return {"failed": f"its mesh has {len(triangles)} triangles, more than {MAX_VERTICES}"}
+    return {"vertices": vertices, "triangles": triangles}
 
 
 def _mesh(result: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the corners and triangles of a solid, see `solid`."""
+    """Returns the vertices [vertex, 3] and triangles [triangle, 3] of a solid; see `build_solid`."""
     import trimesh
 
     if isinstance(result, trimesh.Scene):
         result = result.to_mesh()
     if isinstance(result, trimesh.Trimesh):
         return np.asarray(result.vertices, np.float64), np.asarray(result.faces, np.int64)
-    points, triangles = result.val().tessellate(1e-2)  # of CadQuery
+    points, triangles = result.val().tessellate(1e-2)  # CadQuery; 1e-2: tolerance in its unit of length
     return np.array([point.toTuple() for point in points], np.float64), np.array(triangles, np.int64)
 
 

@@ -7,15 +7,15 @@ import re
 from mmrl.rewards.parsing.responses import full_response, last_answer_tag, without_thoughts
 from mmrl.rollouts import Sample
 
-_FENCE = "```"
+_FENCE = "```"  # around a code block of Markdown
 _LANGUAGE = re.compile(r"[A-Za-z0-9_+#-]*+[ \t]*+\r?\n")
 
 _SVG = re.compile(r"<svg(?=[\s/>])[^<>]*+>|</svg\s*+>")
 
 
-def program(sample: Sample) -> str:
-    """Returns the last fenced code block after the thoughts, in <answer> if there is one; without a fence, all of that
-    text.
+def extract_program(sample: Sample) -> str:
+    """Returns the last fenced code block of the text after the thoughts (of the last <answer>, if there is one); all of
+    that text if it has no fence.
 
     A block that is not closed extends to the end.
     """
@@ -30,7 +30,7 @@ def program(sample: Sample) -> str:
     return block[language.end() if language else 0 :].rstrip()
 
 
-def drawing(sample: Sample) -> str:
+def extract_svg(sample: Sample) -> str:
     """Returns the last outermost <svg> element of a response; "" if there is none."""
     text, depth, start, last = without_thoughts(full_response(sample)), 0, 0, ""
     for tag in _SVG.finditer(text):

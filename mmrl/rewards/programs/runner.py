@@ -1,4 +1,4 @@
-"""Processes that run programs of responses: each runs one, with a deadline and limits, and ends."""
+"""Processes that run the programs in responses: each process runs one program, with a deadline and limits, and ends."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DEADLINE_S = 10.0
 class ProgramRunner:
     """Runs programs of one kind (see `mmrl.rewards.programs.executors`), `workers` at a time.
 
-    deadline_s, memory_gib: what one program may use. confined: it can read libraries and write to a folder of its own,
-    but opens no TCP connection and reaches no other process. Raises ValueError for numbers that are not positive, and
-    if the kernel cannot confine programs.
+    deadline_s, memory_gib: what one program may use. confined: a program can read libraries and write to a folder of
+    its own, but cannot open TCP connections or signal other processes. Raises ValueError for numbers that are not
+    positive, and if the kernel cannot confine programs.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class ProgramRunner:
                 "confined: false to run them with limits of time and memory only"
             )
         self.deadline_s, self.workers = deadline_s, workers
-        limits = Limits(memory_gib=memory_gib, processes=32, cpu_s=2 * deadline_s + 2)  # half of it is enough for one
+        # CPU time is the sum over threads, so a program with one thread reaches deadline_s first.
+        limits = Limits(memory_gib=memory_gib, processes=32, cpu_s=2 * deadline_s + 2)
         self._fork_server = ForkServer(EXECUTOR, (kind, confined), limits)
         self._folder = tempfile.TemporaryDirectory(prefix="mmrl-programs-")
         self._scratch_numbers, self._lock = count(), threading.Lock()

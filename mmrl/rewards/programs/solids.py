@@ -11,7 +11,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.rewards.programs.charts import normalize_weights
-from mmrl.rewards.programs.responses import program
+from mmrl.rewards.programs.responses import extract_program
 from mmrl.rewards.programs.runner import ProgramReward
 from mmrl.rewards.types import Score
 from mmrl.rollouts import Prompt, Sample
@@ -19,7 +19,7 @@ from mmrl.rollouts import Prompt, Sample
 if TYPE_CHECKING:
     from trimesh import Trimesh
 
-MAX_CACHED = 256  # gold solids
+MAX_CACHED = 256  # gold solids that are kept
 
 
 class SolidCode(ProgramReward):
@@ -57,8 +57,8 @@ class SolidCode(ProgramReward):
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Scores programs. Raises UserError for a row whose answer is not a solid."""
         golds = [self._gold(sample.prompt) for sample in samples]
-        rows = [row for row, sample in enumerate(samples) if program(sample)]
-        answers = self.runner.run([{"source": program(samples[row])} for row in rows])
+        rows = [row for row, sample in enumerate(samples) if extract_program(sample)]
+        answers = self.runner.run([{"source": extract_program(samples[row])} for row in rows])
         scores: list[Score] = [0.0] * len(samples)
         for row, answer in zip(rows, answers, strict=True):
             mesh = to_mesh(answer)
@@ -74,7 +74,7 @@ class SolidCode(ProgramReward):
         return sum(weight * parts[name]() for name, weight in self.weights.items())
 
     def _gold(self, prompt: Prompt) -> Trimesh:
-        """Returns the gold mesh of a prompt, from the cache if it is there. Raises UserError as `_build_gold`."""
+        """Returns the gold mesh of a prompt, from the cache if it is there. Raises UserError like `_build_gold`."""
         answer = str(prompt.answer)
         if answer not in self._golds:
             self._golds[answer] = self._build_gold(prompt, answer)
@@ -103,16 +103,16 @@ def to_mesh(answer: Mapping[str, Any]) -> Trimesh | None:
     may have written the answer."""
     import trimesh
 
-    corners, triangles = answer.get("corners"), answer.get("triangles")
-    if not isinstance(corners, np.ndarray) or not isinstance(triangles, np.ndarray) or not len(triangles):
+    vertices, triangles = answer.get("vertices"), answer.get("triangles")
+    if not isinstance(vertices, np.ndarray) or not isinstance(triangles, np.ndarray) or not len(triangles):
         return None
-    if corners.dtype != np.float64 or triangles.dtype != np.int64 or {corners.ndim, triangles.ndim} != {2}:
+    if vertices.dtype != np.float64 or triangles.dtype != np.int64 or {vertices.ndim, triangles.ndim} != {2}:
         return None
-    if corners.shape[1] != 3 or triangles.shape[1] != 3 or not np.isfinite(corners).all():
+    if vertices.shape[1] != 3 or triangles.shape[1] != 3 or not np.isfinite(vertices).all():
         return None
-    if triangles.min() < 0 or triangles.max() >= len(corners):
+    if triangles.min() < 0 or triangles.max() >= len(vertices):
         return None
-    mesh = trimesh.Trimesh(corners, triangles)
+    mesh = trimesh.Trimesh(vertices, triangles)
     return mesh if mesh.area > 0 else None
 
 
@@ -120,7 +120,7 @@ def surface_f1(mesh: Trimesh, gold: Trimesh, points: int, threshold: float) -> f
     """Returns the F1 of two surfaces: the harmonic mean of the shares of points on each whose nearest point on the
     other is within `threshold` of the gold's diagonal.
 
-    points: sampled on each surface, with a fixed seed.
+    points: the number of points to sample on each surface, with a fixed seed.
     """
     import trimesh
     from scipy.spatial import cKDTree

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.rewards.programs.responses import program
+from mmrl.rewards.programs.responses import extract_program
 from mmrl.rewards.programs.runner import ProgramReward
 from mmrl.rewards.types import Score
 from mmrl.rollouts import Prompt, Sample
@@ -46,14 +46,17 @@ class UnitTests(ProgramReward):
         """Scores programs. Raises UserError for a row whose answer has no tests."""
         tests = [read_tests(sample.prompt) for sample in samples]
         scores: list[Score] = [0.0] * len(samples)
-        rows = [row for row, sample in enumerate(samples) if program(sample)]
-        answers = self.runner.run([{"source": program(samples[row]), tests[row][0]: tests[row][1]} for row in rows])
+        rows = [row for row, sample in enumerate(samples) if extract_program(sample)]
+        answers = self.runner.run(
+            [{"source": extract_program(samples[row]), tests[row][0]: tests[row][1]} for row in rows]
+        )
         for row, answer in zip(rows, answers, strict=True):
             scores[row] = self._pass_rate(answer, tests[row][2], printed=tests[row][0] == "inputs")
         return scores
 
     def _pass_rate(self, answer: Mapping[str, Any], expected: list[Any], *, printed: bool) -> float:
-        """Returns the score of a program, by the executor's answer. printed: outputs are printed texts, not JSON."""
+        """Returns the score of a program. answer: the executor's, with the outputs. printed: outputs are printed texts,
+        not JSON."""
         outputs = answer.get("outputs")
         if not isinstance(outputs, list) or len(outputs) != len(expected):
             return 0.0
@@ -80,7 +83,7 @@ def read_tests(prompt: Prompt) -> tuple[str, list[Any], list[Any]]:
         raise UserError(f"prompt {prompt.id!r}: unit_tests needs an answer with inputs and outputs, or assertions")
     inputs, outputs, name = tests["inputs"], tests.get("outputs"), tests.get("fn_name")
     if not isinstance(outputs, list) or len(outputs) != len(inputs):
-        raise UserError(f"prompt {prompt.id!r}: its answer has {len(inputs)} inputs, but not as many outputs")
+        raise UserError(f"prompt {prompt.id!r}: its answer must have as many outputs as inputs ({len(inputs)})")
     if name is None:
         return "inputs", [_to_text(value) for value in inputs], [_to_text(value) for value in outputs]
     return "calls", [(str(name), _arguments(value)) for value in inputs], [_parse_json(value) for value in outputs]
@@ -90,7 +93,7 @@ def _assertion(prompt: Prompt, test: str) -> tuple[str, Any]:
     """Splits `assert left == literal` into the text of its left side and the value of its right side. `assert f(1)`
     expects True, `assert not f(1)` False.
 
-    Raises UserError for any other form, since it would show the program what is expected.
+    Raises UserError for any other form: the program would get the expected value with it.
     """
     try:
         statement = ast.parse(test.strip()).body[0]
@@ -111,7 +114,7 @@ def _assertion(prompt: Prompt, test: str) -> tuple[str, Any]:
 
 
 def _to_text(value: Any) -> str:
-    """Returns text; a list becomes lines."""
+    """Converts a value to text; a list becomes lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

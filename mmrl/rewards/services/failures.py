@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Failure:
     """The reason why a sample has no score. cause: "deadline": it took too long; "crash": its process ended; "error":
-    the reward raised; "not tried": too many calls of its batch had timed out. message: for a warning."""
+    the reward raised; "not tried": too many calls of its batch had timed out. message: the reason in a few words, for a
+    warning."""
 
     cause: Cause
     message: str
@@ -45,8 +46,8 @@ class Failures:
         self._num_timeouts, self.reason = 0, None
 
     def record_timeout(self, limit_s: float) -> Failure:
-        """Counts a call that timed out after `limit_s` seconds and returns its failure. Logs a warning at the last one
-        that is allowed in a batch."""
+        """Counts a call that timed out after `limit_s` seconds and returns its failure. Logs a warning when
+        `max_timeouts` calls of a batch have timed out."""
         with self._lock:
             self._num_timeouts += 1
             num_timeouts = self._num_timeouts
@@ -61,9 +62,9 @@ class Failures:
             )
         return Failure("deadline", f"no answer in {limit_s:g} s")
 
-    def skip_reason(self) -> Failure | None:
-        """Returns the failure of every further sample of the batch, once too many calls have timed out; None before
-        that."""
+    def skipped(self) -> Failure | None:
+        """Returns the failure that all further samples of the batch get, if too many calls have timed out; else
+        None."""
         return (
             Failure("not tried", "too many calls of this batch timed out before (max_timeouts)")
             if self._num_timeouts >= self.max_timeouts

@@ -31,8 +31,9 @@ from mmrl.rewards.types import Score, as_pil
 from mmrl.rollouts import Prompt, Sample, Spans, Video
 
 JSON, NPZ = "application/json", "application/x-npz"
-BACKOFF_S = (0.5, 8.0)  # seconds before the first retry, doubled each time, and at most
+BACKOFF_S = (0.5, 8.0)  # seconds before the first retry, and the maximum; doubled at each retry
 MAX_ANSWER = 64 * 2**20  # bytes
+# Fields of a prompt and of a sample in a request, with their types.
 _PROMPT = {"id": str, "text": str, "answer": object, "system": object, "metadata": dict}
 _SAMPLE = {"response": str, "response_length": int, "truncated": bool, "max_response_length": int}
 
@@ -42,8 +43,8 @@ class HttpReward:
 
     A request is sent again, at most `retries` times with growing pauses, if there is no connection, no complete answer
     after `deadline_s` seconds, or a status of 5xx or 429. Then, and at once for every other fault, score() raises
-    UserError. scope: "group" sends each group in a request of its own. pixels: how npz holds images, "float32"
-    unchanged, or "uint8" as PNGs have them, clamped and rounded.
+    UserError. scope: "group" sends each group in a request of its own. pixels: the dtype of images in npz: "float32",
+    unchanged, or "uint8", clamped to 0..1 and rounded as in a PNG.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
             sleep(pause)
             pause = min(2 * pause, BACKOFF_S[1])
         try:
-            status, text = _in_time(lambda limit_s: _exchange(url, body, headers, limit_s), deadline_s)
+            status, text = _exchange_in_time(lambda limit_s: _exchange(url, body, headers, limit_s), deadline_s)
         except requests.RequestException as error:
             reason = f"{type(error).__name__}: {error}"
             continue
@@ -131,8 +132,8 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
     raise UserError(f"reward server {url} did not answer in {1 + retries} tries, {seconds:.1f} s: {reason}")
 
 
-def _in_time(exchange: Callable[[float], tuple[int, bytes]], deadline_s: float) -> tuple[int, bytes]:
-    """Bounds the time of a full exchange.
+def _exchange_in_time(exchange: Callable[[float], tuple[int, bytes]], deadline_s: float) -> tuple[int, bytes]:
+    """Runs an exchange and returns its status and body. Raises requests.Timeout if it takes longer than `deadline_s`.
 
     The timeouts of sockets bound the wait for each byte only. So a server that sends a header byte by byte, or "100
     Continue" again and again, would keep its client waiting forever.
@@ -153,8 +154,8 @@ def _in_time(exchange: Callable[[float], tuple[int, bytes]], deadline_s: float) 
 
 
 def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> tuple[int, bytes]:
-    """Sends a request and returns status and body. Raises requests.RequestException for every failure, also for a late
-    answer."""
+    """Sends a request and returns status and body. Raises requests.RequestException for every failure, also for an
+    answer that takes too long."""
     import requests
     import urllib3
 
@@ -264,8 +265,8 @@ def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
 
 
 def _sample(row: object, number: int, image_array: np.ndarray | None, frames_array: np.ndarray | None) -> Sample:
-    """Decodes sample `number` of a request. image_array, frames_array: the generated image and video of an npz. Raises
-    ValueError."""
+    """Decodes sample `number` of a request. image_array, frames_array: its generated image and video, if they came in
+    an npz. Raises ValueError if it is not valid."""
     if not isinstance(row, dict):
         raise ValueError(f"sample {number} is not a JSON object")
     unknown = row.keys() - _PROMPT.keys() - _SAMPLE.keys() - {"images", "image", "videos", "frames"}
@@ -310,7 +311,9 @@ def _pixels(array: np.ndarray, number: int, *, channels_last: bool = False) -> T
     if channels_last:
         array = array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
     if array.ndim != 3 or array.shape[0] not in (1, 3) or array.dtype not in (np.uint8, np.float32):
-        raise ValueError(f"sample {number}: image is {array.dtype} {array.shape}, not uint8 or float32 [1 or 3, h, w]")
+        raise ValueError(
+            f"sample {number}: image is {array.dtype} {list(array.shape)}, not uint8 or float32 [1 or 3, height, width]"
+        )
     return torch.tensor(array).float() / (255 if array.dtype == np.uint8 else 1)
 
 

@@ -21,19 +21,19 @@ from mmrl.rewards.types import BatchReward, Score, load_object, to_scores
 from mmrl.rollouts import Sample, Spans
 from mmrl.runtime import devices
 
-START_S = 7200.0  # for a process to load its model, which it may have to download first
+START_S = 7200.0  # seconds for a process to load its model, which it may have to download first
 SERVICE = "mmrl.rewards.services.interpreter:RewardService"
 
 
 class RewardProcess:
     """A batched reward that runs in one process of the interpreter `python`, which starts at once and stays.
 
-    name, options, signature: as for `mmrl.rewards.build`, which the process calls. A batch that takes more than
-    `deadline_s` seconds, and one at which the process ends, costs its samples; they are counted in `failures`, and the
-    next batch gets a new process. All end with this process.
+    name, options, signature: as for `mmrl.rewards.build`, which the process calls. If a batch takes more than
+    `deadline_s` seconds, or the process ends during it, its samples have no score and are counted in `failures`, and
+    the next batch gets a new process. All processes end with the trainer.
 
     Raises ValueError if there is no such interpreter, if mmrl does not run under it, and if it cannot build the reward.
-    score() raises UserError as the reward does, and `mmrl.children.child.Raised` for its other errors.
+    score() raises UserError if the reward raises it, and `mmrl.children.child.Raised` for other errors of the reward.
     """
 
     def __init__(
@@ -89,14 +89,15 @@ class RewardProcess:
 
 
 def _without_history(sample: Sample) -> Sample:
-    """Returns the sample without the prompt that an environment began with, which may hold a user's own classes."""
+    """Returns the sample without `before_start`, the prompt before an environment began the conversation, which may
+    hold a user's own classes."""
     return replace(sample, prompt=replace(sample.prompt, before_start=None))
 
 
 class RewardService(Service):
-    """The side of a `RewardProcess` under the other interpreter. The first request is a mapping with name, options,
-    signature and gpu, the number of the caller's GPU or None; each other one is a list of samples. facts: the scope of
-    the reward."""
+    """The service that runs in a `RewardProcess`, under the other interpreter. The first request is a mapping with
+    name, options, signature and gpu, the index of the caller's GPU or None; each later request is a list of samples.
+    facts: the scope of the reward."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         gpu = request.pop("gpu")
@@ -115,4 +116,4 @@ class RewardService(Service):
             values = list(self.reward.score(request))
         else:
             values = [self.reward(sample) for sample in request]
-        return [validate_spans(one) if isinstance(one, Spans) else to_scores([one], 1)[0] for one in values]
+        return [validate_spans(value) if isinstance(value, Spans) else to_scores([value], 1)[0] for value in values]

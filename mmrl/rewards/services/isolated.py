@@ -17,7 +17,7 @@ from mmrl.rewards.services.spans import check_values, validate_spans
 from mmrl.rewards.types import Reward, Score, load_object, to_scores
 from mmrl.rollouts import Sample, Spans
 
-WORKERS = 2
+WORKERS = 2  # default number of processes
 SCORER = "mmrl.rewards.services.isolated:scorer"
 
 
@@ -25,10 +25,10 @@ class IsolatedReward:
     """A reward of the registry, built by `name` and `options`, that runs in `workers` processes. Failed samples are
     counted in `failures`.
 
-    Workers start at the first call and stay. A verifier that takes more than `deadline_s` seconds, or ends its process,
-    costs its sample, and the next sample gets a new worker. Each worker leads its own process group, stays within
-    `limits` and has no credentials in its environment. Processes that it started are ended after each answer, and all
-    end with this process. images: whether a worker gets the prompt's images.
+    Workers start at the first call and stay. If a verifier takes more than `deadline_s` seconds or ends its process,
+    its sample has no score, and the next sample gets a new worker. Each worker leads its own process group, stays
+    within `limits` and has no credentials in its environment. Processes that it started are ended after each answer;
+    workers end with this process. images: whether a worker gets the prompt's images.
 
     score() raises UserError if the reward cannot be built in the worker, if the worker does not start, and for a value
     that is not a number.
@@ -64,8 +64,8 @@ class IsolatedReward:
 
     def _score(self, sample: Sample) -> Score | Spans:
         """Scores a sample. A failure is recorded and becomes its score."""
-        if (skipped := self.failures.skip_reason()) is not None:
-            return self.failures.record(sample, skipped)
+        if (failure := self.failures.skipped()) is not None:
+            return self.failures.record(sample, failure)
         if self.images:
             stripped = sample
         else:
@@ -113,7 +113,7 @@ def scorer(name: str, options: dict[str, Any]) -> ForkedService:
 
     def score(sample: Sample) -> dict[str, Any]:
         answer = _score_to_answer(reward, sample)
-        end_descendants()  # what the reward started serves this sample only
+        end_descendants()  # processes that the reward started must not outlive the sample
         return answer
 
     return score

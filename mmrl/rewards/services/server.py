@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
             values = self.server.rewards.score(samples, group)[:, 0].tolist()
         except UserError as error:
             return 422, {"error": str(error)}
-        except Exception as error:  # it is reported to the caller, and the server continues
+        except Exception as error:  # reported to the caller; the server continues
             _log.exception("the reward failed")
             return 500, {"error": repr(error)}
         answer: dict[str, Any] = {"scores": [None if math.isnan(value) else value for value in values]}
@@ -97,7 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(spec: RewardSpec, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serves the reward until interrupted. Raises ValueError as `RewardSpec.build`, OSError for a port in use."""
+    """Serves the reward until interrupted. Raises ValueError if the reward cannot be built, OSError for a port in
+    use."""
     with RewardServer(spec, host, port) as server:
         print(f"serving {spec.name} at http://{host}:{server.server_port}", flush=True)
         server.serve_forever()

@@ -20,7 +20,7 @@ def check_values(values: Any, samples: Sequence[Sample], failures: Failures) -> 
     """Checks what a reward returned, and returns a number, None or spans for each sample.
 
     Spans that are out of order, out of bounds or not finite fail their sample, which is counted in `failures`. Raises
-    UserError as `mmrl.rewards.types.to_scores`.
+    UserError like `mmrl.rewards.types.to_scores`.
     """
     if not isinstance(values, list):
         return list(to_scores(values, len(samples)))
@@ -32,12 +32,12 @@ def check_values(values: Any, samples: Sequence[Sample], failures: Failures) -> 
 
 
 def store_spans(values: Iterable[Score | Spans], samples: Sequence[Sample], name: str, total: Total) -> list[Score]:
-    """Stores spans in `Sample.spans` under the column `name`, unless it has some, and returns the number of each
-    sample. total: how spans without a total are reduced."""
+    """Stores spans in `Sample.spans` under the column `name`, unless that column has spans, and returns the score of
+    each sample. total: how spans without a total are reduced."""
     scores: list[Score] = []
     for value, sample in zip(values, samples, strict=True):
         if isinstance(value, Spans):
-            # Rewards come before the accuracy, whose column may be of the same name.
+            # The rewards are stored before the accuracy, whose column may have the same name.
             sample.spans.setdefault(name, value)
         scores.append(total_of(value, total) if isinstance(value, Spans) else value)
     return scores
@@ -52,7 +52,7 @@ def total_of(spans: Spans, total: Total) -> Score:
 
 
 def validate_spans(spans: Spans) -> Spans:
-    """Returns spans with Python's own numbers.
+    """Returns spans whose numbers are Python's int and float.
 
     Raises ValueError unless they are triples of two integers and a finite number, with a known unit.
     """
@@ -73,8 +73,8 @@ def validate_spans(spans: Spans) -> Spans:
 
 
 def _check_spans(spans: Spans, sample: Sample, failures: Failures) -> Score | Spans:
-    """Returns the spans with plain numbers. If they are not valid, the sample is counted as failed and its score
-    returned."""
+    """Returns valid spans, with Python's int and float. If they are not valid, counts the sample as failed and returns
+    its score."""
     try:
         valid = validate_spans(spans)
         _check_bounds(valid, sample)

@@ -1,7 +1,7 @@
-"""Rewards of boxes in the answer: the last one, several matched, labelled, ranked.
+"""Rewards of boxes in the answer: of the last box, of boxes matched with gold boxes, and of labelled or ranked boxes.
 
 `coordinates` and `answers` are the coordinate conventions of the response and of the gold boxes, see
-`mmrl.rewards.visual.coordinates`; `resize` is for those that are "resized". Boxes have the forms of
+`mmrl.rewards.visual.coordinates`; `resize` is for the convention "resized". Boxes have the forms of
 `mmrl.rewards.parsing.boxes`, in the gold answer too. A gold answer without boxes, [], is met by a response that says so
 ("[]", "none", "There is no cat"), not by a box or an empty answer.
 """
@@ -21,7 +21,7 @@ from mmrl.rollouts import Sample
 
 Labelled = tuple[str, Box]
 THRESHOLDS = tuple(0.5 + 0.05 * i for i in range(10))
-MAX_BOXES = 64  # boxes of a response that are matched; further ones only count as too many
+MAX_BOXES = 64  # boxes of a response that are matched; further ones are only counted, as too many
 
 
 def box_iou(
@@ -34,7 +34,7 @@ def box_iou(
     """Builds a reward: the intersection over union (IoU), 0 to 1, of the answer's last box and the best gold box.
 
     threshold: if set, the reward is 1 if the IoU reaches it, else 0. No box, or a box without area, gets 0. The gold
-    answer is one box or a list of them, [] if there is nothing to find; the reward is None if it is neither.
+    answer is one box or a list of them, [] if there is nothing to find; the reward is None for any other gold answer.
     """
     return _box_reward(iou, 0.0, threshold, CoordinatePair(coordinates, answers, resize))
 
@@ -60,8 +60,8 @@ def _box_reward(
     gold answer is not a box.
     """
 
-    def value(sample: Sample) -> float | None:
-        """Returns the best overlap."""
+    def best_overlap(sample: Sample) -> float | None:
+        """Returns the largest overlap with a gold box; `missing` without a box."""
         golds = _gold(sample, pair)
         if golds is None:
             return None
@@ -73,7 +73,7 @@ def _box_reward(
         return missing if box is None else max(overlap(box, gold) for gold in golds)
 
     def reward(sample: Sample) -> float | None:
-        best = value(sample)
+        best = best_overlap(sample)
         return best if best is None or threshold is None else float(best >= threshold)
 
     return reward
@@ -146,7 +146,7 @@ def labelled_boxes(
         text = sample.response if whole_response else extract_answer(full_response(sample))
         predicted = _labelled(text, pair, sample)
         if not golds:
-            return _reward_of_nothing(text)
+            return _absence_reward(text)
         gains = [
             [iou(box, gold) if label == name else 0.0 for name, gold in golds] for label, box in predicted[:MAX_BOXES]
         ]
@@ -178,7 +178,7 @@ def average_precision(
         if golds is None:
             return None
         if not golds:
-            return _reward_of_nothing(answer)
+            return _absence_reward(answer)
         predicted = _labelled(answer, pair, sample, ranked=True)[:MAX_BOXES]
         labels = {label for label, _ in [*golds, *predicted]}
         values = []
@@ -222,8 +222,8 @@ def _gold(sample: Sample, pair: CoordinatePair) -> list[Box] | None:
 
 
 def _gold_labelled(sample: Sample, pair: CoordinatePair) -> list[Labelled] | None:
-    """Returns the gold objects; None if the gold answer has none and does not say that there is nothing, or one is
-    incomplete."""
+    """Returns the gold objects, [] if the gold answer says that there is nothing; None if it has no objects, or an
+    object without a label or a valid box."""
     gold = sample.prompt.answer
     if isinstance(gold, str):
         text = extract_answer(gold)
@@ -247,6 +247,6 @@ def _labelled(text: str, pair: CoordinatePair, sample: Sample, ranked: bool = Fa
     return [(label, box) for label, box in boxes if box is not None]
 
 
-def _reward_of_nothing(text: str) -> float:
+def _absence_reward(text: str) -> float:
     """Returns the reward of an answer if there is nothing to find: 1 if it says so and has no box, else 0."""
     return float(not parse_boxes(text) and states_nothing(text))

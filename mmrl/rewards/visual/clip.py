@@ -32,8 +32,8 @@ class Encoder(Protocol):
 
 
 class OpenClip:
-    """A CLIP model of open_clip, such as 'ViT-B-32' with weights `pretrained` (a tag or a file), 'hf-hub:ORG/NAME' or
-    'local-dir:PATH'. Raises ValueError if it or its weights cannot be loaded."""
+    """A CLIP model of open_clip. name: such as 'ViT-B-32', with weights `pretrained` (a tag or a file); or
+    'hf-hub:ORG/NAME' or 'local-dir:PATH'. Raises ValueError if the model or its weights cannot be loaded."""
 
     def __init__(self, name: str, pretrained: str | None):
         try:
@@ -131,7 +131,8 @@ class ClipReward:
         return self._cosine(images, [sample.prompt for sample in samples]).tolist()
 
     def _cosine(self, embeddings: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Returns factor x cosine of image embeddings [rollout, width] and those of the prompts, [rollout]."""
+        """Returns factor x cosine of the image embeddings [rollout, width] and the text embeddings of the prompts,
+        [rollout]."""
         # A group shares its prompt, so each text is encoded once.
         texts = list(dict.fromkeys(prompt.text for prompt in prompts))
         indices = [texts.index(prompt.text) for prompt in prompts]
@@ -154,9 +155,9 @@ def pickscore(*, model: str, processor: str | None = None, scale: float = 1.0, d
     """Builds the PickScore reward, exp(logit_scale) cos(E_image(image), E_text(prompt)) / scale (Kirstain et al. 2023,
     arXiv:2305.01569).
 
-    model: a folder or hub name for transformers, such as yuvalkirstain/PickScore_v1. processor: that of the
-    preprocessing, if it is elsewhere, such as laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: Flow-GRPO uses 26, for
-    scores near 1.
+    model: a folder or hub name for transformers, such as yuvalkirstain/PickScore_v1. processor: the folder or hub name
+    of the preprocessing, if `model` has none, such as laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: Flow-GRPO uses 26,
+    for scores near 1.
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")

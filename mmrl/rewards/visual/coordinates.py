@@ -23,7 +23,8 @@ CONVENTIONS = ("pixels", "thousandths", "unit", "resized")
 
 @dataclass(frozen=True)
 class Resize:
-    """The size to which an image processor resizes an image: the smart resize of Qwen2-VL."""
+    """The smart resize of Qwen2-VL's image processor: sides become multiples of `factor`, and the area min_pixels to
+    max_pixels."""
 
     factor: int = 28
     min_pixels: int = 3136
@@ -63,7 +64,7 @@ class Coordinates:
         return tuple(number / (height if i % 2 else width) for i, number in enumerate(numbers))
 
     def sides(self, sample: Sample) -> tuple[float, float]:
-        """Returns the width and the height of the image in this convention. Raises UserError as `unit`."""
+        """Returns the width and the height of the image in this convention. Raises UserError like `unit`."""
         if self.convention == "unit":
             return 1.0, 1.0
         if self.convention == "thousandths":
@@ -78,14 +79,14 @@ class Coordinates:
 
 
 class CoordinatePair:
-    """The coordinate conventions of the response and of the gold answer. Raises ValueError as `Coordinates`, and for
-    `resize` if neither is 'resized'."""
+    """The coordinate conventions of the response and of the gold answer. Raises ValueError like `Coordinates`, and for
+    a `resize` that neither convention uses."""
 
     def __init__(self, coordinates: str, answers: str, resize: Mapping[str, int] | None) -> None:
         self.response, self.gold = Coordinates(coordinates, resize), Coordinates(answers, resize)
         if resize is not None and "resized" not in (coordinates, answers):
             raise ValueError(f"resize is for coordinates 'resized', not {coordinates!r}")
-        self._same = coordinates == answers  # then overlaps need no conversion, and no image
+        self._same = coordinates == answers  # then boxes are compared without a conversion, which would need an image
 
     def response_box(self, numbers: Sequence[float], sample: Sample) -> Box | None:
         """Converts a box of the response; None if it has no area."""

@@ -32,9 +32,10 @@ COCO = (
     *("potted plant", "bed", "dining table", "toilet", "tv", "laptop", "computer mouse", "tv remote"),
     *("computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator", "book", "clock"),
     *("vase", "scissors", "teddy bear", "hair drier", "toothbrush"),
-)  # in the order of the data set; with the names that GenEval uses
-GENEVAL_NAMES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}  # by COCO's names
-MAX_IOU = 0.5  # of two boxes of one label, in non-maximum suppression
+)  # classes in the order of the data set, with the names that GenEval uses
+# GenEval's names of classes, by COCO's names.
+GENEVAL_NAMES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}
+MAX_IOU = 0.5  # of two boxes of one label that non-maximum suppression keeps
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class TransformersDetector:
         detections = self._processor.post_process_object_detection(self._model(**inputs), min_score, sizes)
         return [
             highest_first(
-                DetectedObject(self._names[int(label)], float(score), _corners(box))
+                DetectedObject(self._names[int(label)], float(score), _to_box(box))
                 for label, score, box in zip(detection["labels"], detection["scores"], detection["boxes"], strict=True)
             )
             for detection in detections
@@ -167,7 +168,7 @@ class TorchvisionDetector:
         tensors = [torch.from_numpy(np.array(image)).permute(2, 0, 1).to(device) / 255 for image in images]
         return [
             highest_first(
-                DetectedObject(self._names[int(label)], float(score), _corners(box))
+                DetectedObject(self._names[int(label)], float(score), _to_box(box))
                 for label, score, box in zip(
                     detections["labels"], detections["scores"], detections["boxes"], strict=True
                 )
@@ -182,7 +183,7 @@ KINDS: dict[str, Any] = {"onnx": OnnxDetector, "transformers": TransformersDetec
 
 def detector(options: Mapping[str, Any]) -> Detector:
     """Builds a detector. options: `kind` and the arguments of its class. Raises ValueError for an unknown kind or
-    option, and as the class does."""
+    option, and if the class raises it."""
     arguments = dict(options)
     kind = arguments.pop("kind", None)
     if kind not in KINDS:
@@ -198,20 +199,20 @@ def to_objects(
 ) -> list[DetectedObject]:
     """Converts boxes [n, 4] and scores [n, label] to objects, highest score first, after non-maximum suppression within
     each label."""
-    from torchvision.ops import batched_nms  # two seconds, for every job that lists the rewards
+    from torchvision.ops import batched_nms  # not above: the import takes two seconds, also in jobs without detectors
 
-    row, label = (scores >= min_score).nonzero(as_tuple=True)
-    confidences = scores[row, label]
-    selected = batched_nms(boxes[row], confidences, label, MAX_IOU)
-    return [DetectedObject(labels[int(label[i])], float(confidences[i]), _corners(boxes[row[i]])) for i in selected]
+    index, label = (scores >= min_score).nonzero(as_tuple=True)
+    confidences = scores[index, label]
+    selected = batched_nms(boxes[index], confidences, label, MAX_IOU)
+    return [DetectedObject(labels[int(label[i])], float(confidences[i]), _to_box(boxes[index[i]])) for i in selected]
 
 
 def highest_first(objects: Iterable[DetectedObject]) -> list[DetectedObject]:
-    """Sorts objects by score."""
+    """Sorts objects by score, highest first."""
     return sorted(objects, key=lambda detected: -detected.score)
 
 
-def _corners(box: torch.Tensor) -> Box:
+def _to_box(box: torch.Tensor) -> Box:
     left, top, right, bottom = box.tolist()
     return left, top, right, bottom
 

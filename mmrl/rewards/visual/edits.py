@@ -17,7 +17,7 @@ from mmrl.rewards.types import Reward, image_of
 from mmrl.rollouts import Sample
 
 Measure = Literal["l1", "psnr", "ssim"]
-MAX_DB = 60.0  # of a PSNR, which is infinite for equal images
+MAX_DB = 60.0  # largest PSNR, in dB; it would be infinite for equal images
 
 
 def source_similarity(*, measure: Measure = "l1") -> Reward:
@@ -56,7 +56,7 @@ def source_image(sample: Sample, shape: Sequence[int]) -> Tensor:
     is none."""
     if not sample.prompt.images:
         raise UserError(
-            f"prompt {sample.prompt.id!r} has no image for source_similarity to compare with; add one to its row"
+            f"prompt {sample.prompt.id!r} has no image for source_similarity to compare with; add it to its row"
         )
     image = sample.prompt.images[0].convert("RGB" if shape[0] == 3 else "L")
     size = (shape[2], shape[1])
@@ -64,8 +64,8 @@ def source_image(sample: Sample, shape: Sequence[int]) -> Tensor:
 
 
 def pixel_weights(sample: Sample, size: Sequence[int]) -> Tensor:
-    """Returns 1 for pixels that must stay and 0 for those that may change, [height, width]. Raises UserError for a mask
-    or box that cannot be read."""
+    """Returns the weights of pixels, fp32 [height, width]: 1 for pixels that must stay, 0 for pixels that may change.
+    Raises UserError for a mask or box that cannot be read."""
     metadata, (height, width) = sample.prompt.metadata, size
     if (mask := metadata.get("mask")) is not None:
         inside = pil_to_tensor(_mask(mask, sample).resize((width, height), Image.Resampling.NEAREST))[0] > 127
@@ -115,7 +115,7 @@ def _ssim(image: Tensor, source: Tensor, weights: Tensor) -> Tensor:
     """Returns the SSIM (11 x 11 Gaussian window, sigma 1.5) of images [channel, height, width] in 0..1, averaged with
     weights [height, width]."""
     image, source = image.double(), source.double()  # float64, since differences of squares are small
-    offset = torch.arange(11).double() - 5
+    offset = torch.arange(11).double() - 5  # from the middle of the window
     line = (-(offset**2) / (2 * 1.5**2)).exp()
     window = (line[:, None] * line / line.sum() ** 2)[None, None]
 
@@ -125,7 +125,7 @@ def _ssim(image: Tensor, source: Tensor, weights: Tensor) -> Tensor:
     mean_a, mean_b = blurred(image), blurred(source)
     variance_a, variance_b = blurred(image.square()) - mean_a.square(), blurred(source.square()) - mean_b.square()
     covariance = blurred(image * source) - mean_a * mean_b
-    c1, c2 = 0.01**2, 0.03**2
+    c1, c2 = 0.01**2, 0.03**2  # constants of Wang et al. for pixels in 0..1
     similarity = (
         (2 * mean_a * mean_b + c1)
         * (2 * covariance + c2)

@@ -21,8 +21,8 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
     """Builds a reward: the share of the prompt's findings that the reasoning, up to </think>, names: named / (all +
     invented).
 
-    It rewards reasoning that says what there is to see, as a report lists it. It is the process reward of
-    ChestX-Reasoner (arXiv 2504.20930) and the cue recall of OPPO, reconstructed from summaries.
+    It rewards reasoning that names the findings of the report. It is the process reward of ChestX-Reasoner (arXiv
+    2504.20930) and the cue recall of OPPO, reconstructed from summaries.
 
     findings: key of the prompts' metadata with a list of phrases; each is a string, or a list of strings of which any
     counts. absent: key with phrases of absent findings; each that is named counts as invented. everywhere: search the

@@ -50,10 +50,10 @@ class Framewise:
             raise UserError("a video without frames cannot be scored")
         scores, remaining = [], iter(values)
         for images in frames:
-            scores.append(self._pooled([next(remaining) for _ in images]))
+            scores.append(self._pool([next(remaining) for _ in images]))
         return scores
 
-    def _pooled(self, values: Sequence[Score]) -> Score:
+    def _pool(self, values: Sequence[Score]) -> Score:
         """Reduces the scores of a video's frames to one."""
         scored = [value for value in values if value is not None]
         if len(scored) < len(values):

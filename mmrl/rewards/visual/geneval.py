@@ -21,7 +21,7 @@ from mmrl.rewards.visual.detectors import DetectedObject, Detector
 from mmrl.rewards.visual.detectors import detector as build_detector
 from mmrl.rollouts import Sample
 
-MAX_OBJECTS = 16  # of one class that are used, highest scores first
+MAX_OBJECTS = 16  # objects of one class that are used, highest scores first
 MARGIN = 0.1  # share of both boxes' sides by which their centres must differ, for a position such as "left of"
 MIN_COMPONENT = 0.5  # share of the distance that its horizontal or vertical part must exceed
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white", "gray")
@@ -33,8 +33,8 @@ class GenEval:
     """1 if an image passes all checks of its prompt, else 0. partial: the share of checks that it passes instead.
 
     The checks are: for each object of `include`, that at least `count` of its class are there, that `count` of them
-    have its `color`, and that all of them lie where `position` = [relation, index of another] says; for each of
-    `exclude`, that fewer than `count` are there.
+    have its `color`, and that all of them have the relation of `position` = [relation, index of another object in
+    `include`] to that object; for each object of `exclude`, that fewer than `count` are there.
 
     threshold: lowest score of a detected object; count_threshold: the same for prompts with the tag `counting`. GenEval
     uses 0.3 and 0.9 with its large detector; small detectors have lower scores. detector: `kind` and its options, see
@@ -107,7 +107,7 @@ def checks(objects: Sequence[DetectedObject], image: Image.Image, metadata: Mapp
             num_with_color = sum(color_of(image, box) == item["color"] for box in selected[index])
             passed[f"{index} color"] = is_present and num_with_color >= item["count"]
         if "position" in item:
-            relation, other = item["position"]
+            relation, other = item["position"]  # other: an index in `include`
             pairs = [(box, target) for box in selected[index] for target in selected[other]]
             passed[f"{index} position"] = (
                 is_present and bool(pairs) and all(relation in relations(box, target) for box, target in pairs)
@@ -140,10 +140,11 @@ def relations(box: Box, other: Box) -> set[str]:
 
 
 def color_of(image: Image.Image, box: Box) -> str:
-    """Returns the most frequent color, one of COLORS, in the middle of a box; pixels like the background are ignored.
+    """Returns the most frequent color, one of COLORS, in the middle of a box; pixels similar to the background are
+    ignored.
 
-    The background is the median of a frame around the box, a tenth of its sides wide. If all pixels are like it, all
-    count.
+    The background is the median color of the border of the box, enlarged by a tenth of its sides. If all pixels are
+    similar to it, all are used.
     """
     pixels = np.asarray(image.convert("RGB"), np.float32)
     left, top, right, bottom = box

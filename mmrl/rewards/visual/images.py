@@ -88,7 +88,7 @@ class ClassifierLogp:
 
 
 def _class_of(sample: Sample, num_classes: int) -> int:
-    """Returns the class in the prompt's answer. Raises UserError if it is none."""
+    """Returns the class in the prompt's answer. Raises UserError if the answer is not a class."""
     answer = sample.prompt.answer
     if not isinstance(answer, int) or not 0 <= answer < num_classes:
         raise UserError(
@@ -133,7 +133,7 @@ def _requested_texts(sample: Sample) -> Sequence[str]:
 
 
 def _distance(letters: str, texts: Sequence[str]) -> int:
-    """Returns the edit distance of `letters` to the nearest of several strings, at most their number; 0 if one contains
+    """Returns the smallest edit distance of `letters` to one of `texts`, at most len(letters); 0 if a text contains
     them."""
     if any(letters in text for text in texts):
         return 0

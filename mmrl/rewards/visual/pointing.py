@@ -62,8 +62,8 @@ def interface_action(
 
     The answer is one JSON object, such as {"action": "click", "coordinate": [x, y]} or {"action": "type", "text":
     "hello"}. The gold answer has "action", and "box" [x1, y1, x2, y2] for actions at a position, or "text", which is
-    compared by the F1 of its words. Position and text count only if the action is right. None if the gold answer is no
-    such object.
+    compared by the F1 of its words. Position and text count only if the action is right. None if the gold answer is not
+    such an object.
     """
     if not 0 <= kind_weight <= 1:
         raise ValueError(f"kind_weight must lie in 0 .. 1, not {kind_weight}")
@@ -108,7 +108,7 @@ def region_iou(
 
 
 def _gold_action(gold: Any) -> dict[str, Any] | None:
-    """Reads the gold action, an object or a string with one; None if it is none."""
+    """Reads the gold action, a dict or a string that contains one JSON object; None for any other answer."""
     if isinstance(gold, str):
         objects = parse_objects(extract_answer(gold))
         gold = objects[0] if len(objects) == 1 else None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BICUBIC = 3  # as PIL numbers its filters
+BICUBIC = 3  # number of the filter in PIL
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Preprocessing:
         size = (int(self.edge * height / short), int(self.edge * width / short))
         if size != (height, width):
             x = F.interpolate(x, size=size, mode="bicubic", antialias=True, align_corners=False)
-            x = x + (x.clamp(0, 1) - x).detach()  # a resized 8-bit image has no values outside
+            x = x + (x.clamp(0, 1) - x).detach()  # a resized 8-bit image has no values outside 0..1
         top, left = (size[0] - self.crop[0]) // 2, (size[1] - self.crop[1]) // 2
         x = x[..., top : top + self.crop[0], left : left + self.crop[1]]
         mean, std = (torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.std))
@@ -45,7 +45,8 @@ class Preprocessing:
 
 
 def from_transformers(processor: Any) -> Preprocessing:
-    """Returns the preprocessing of an image processor of transformers. Raises ValueError if it does anything else."""
+    """Returns the preprocessing of an image processor of transformers. Raises ValueError if the processor does anything
+    else."""
     edge, crop = processor.size.get("shortest_edge"), processor.crop_size
     does_all = processor.do_resize and processor.do_center_crop and processor.do_normalize and processor.do_rescale
     if edge is None or not does_all or int(processor.resample) != BICUBIC or edge < max(crop["height"], crop["width"]):

@@ -23,9 +23,9 @@ class SetDistance:
     2607.02291, reconstructed).
 
     A model that generates one good image again and again has a large distance. credit: "whole" gives every image minus
-    the distance, for evaluation. With "replacement", the i-th images of all prompts form a subset. An image gets what
-    its subset contributes: the distance of the batch minus the mean distance of batches in which this subset replaces
-    another one. So it needs groups, whose rollouts it compares.
+    the distance, for evaluation. With "replacement", the i-th images of all prompts form a subset. An image gets the
+    mean improvement by its subset: the distance of the batch minus the mean distance of batches in which this subset
+    replaces another one. So it needs groups, whose rollouts it compares.
 
     features: a function from images [n, channel, height, width] in 0..1 to [n, d], or a module. reference: real images
     of the same size. Both are given as package.module:function, which is called without arguments. On several ranks,

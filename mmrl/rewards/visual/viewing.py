@@ -21,11 +21,11 @@ def brisque() -> Reward:
     """Builds a reward of image quality: 1 - B / 100, with B the BRISQUE of the luma (Mittal et al. 2012, IEEE TIP
     21(12)).
 
-    It is near 1 for a clean photograph, and near 0 for one that is all noise, blur or blocks, with a B of 60 to 100. It
-    has no bounds. B comes from a support vector machine on 36 statistics of natural scenes, so it says little about
+    It is near 1 for a clean photograph, and near 0 for one that is only noise, blur or blocks, whose B is 60 to 100; it
+    is not bounded. B comes from a support vector machine on 36 statistics of natural scenes, so it says little about
     drawings. It is computed by the package `brisque` (the extra `guards`) on the CPU, in a third of a second for 512 x
     512 pixels. None for an image with NaN or inf, and for one of a single colour, which has no such statistics. Raises
-    UserError for an image with less than 32 pixels a side.
+    UserError for an image with a side of less than 32 pixels.
     """
     model = _brisque_model()
 

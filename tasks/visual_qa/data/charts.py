@@ -81,7 +81,7 @@ class ChartSeries:
 
 
 def check_packages() -> None:
-    """Raises ValueError where a package that charts need is not installed."""
+    """Raises ValueError if a package that charts need is not installed."""
     missing = [name for name in ("vega_datasets", "matplotlib") if find_spec(name) is None]
     if missing:
         raise ValueError(f"charts need {' and '.join(missing)}: {extra_command('charts')}")

@@ -1,4 +1,4 @@
-"""Questions about rows of real digit_images digits: a visual task that needs no download and no judge.
+"""Questions about rows of real handwritten digits: a visual task that needs no download and no judge.
 
 The images are the 1797 8x8 images of `mmrl.tasks.data.handwritten_digits` (the test part of the UCI set "Optical
 Recognition of Handwritten Digits", Alpaydin and Kaynak, 1998).

@@ -36,7 +36,7 @@ def _alone(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
 
 
 def _alike(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
-    """Asks about a row of one and the same thing: so names can be learned before positions."""
+    """Asks about a row of equal things, so that names can be learned before positions."""
     return NamedImageQuestion(_at(POSITIONS[len(row)][int(rng.integers(len(row)))]), row[0], _another(row[0], rng))
 
 
@@ -135,7 +135,7 @@ class NamedImagesSource:
     A row has `cells` different things, each in a random one of `styles`. Exceptions: for kind `how_many` things may
     repeat, for `alike` all are the same, and `alone` has a row of one. Item i is of kind `kinds[i % len(kinds)]`.
     Training and held-out rows use independent random numbers. names_split: which names rows are made of. jitter: up to
-    how many pixels images are moved. tint: how far the background may be from white, of 255 a channel.
+    how many pixels images are moved. tint: how far the background may be from white in each channel, 0 to 255.
 
     Metadata: `kind`, `names` and `styles` (left to right), and `demonstration`, the target response of supervised
     training. That is the answer, or in the share `wrong_share` the question's wrong answer. The answer of the prompt is

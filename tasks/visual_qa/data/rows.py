@@ -75,8 +75,8 @@ class RowSource:
 
     The check reads the rows and the headers of their images, keeps none in memory, and is cached for the next start
     with the same file (see `verdicts`). Bad rows are left out and listed in `bad`. Images are decoded on access. A row
-    that proves bad only then is left out from then on, and the next good row is returned in its place; so it is with
-    all bad rows if `validate` is False.
+    that turns out to be bad only then is left out from then on, and the next good row is returned in its place. If
+    `validate` is False, rows are not checked at construction, and all bad rows are found in this way.
 
     name: the file or dataset, for messages; prefix: the start of prompt ids. Raises ValueError if the share of bad rows
     exceeds `max_bad_share`, or if no row is left. Access raises UserError if the share then exceeds it.
@@ -131,8 +131,8 @@ class RowSource:
         self._prompt_problem, self._fitting = prompt_problem, set()
 
     def fits(self, index: int) -> bool:
-        """Returns whether this row can be used; if not, it is logged and left out. Raises UserError as
-        `self[index]`."""
+        """Returns whether this row can be used; if not, it is logged and left out. Raises UserError if the share of bad
+        rows then exceeds `max_bad_share`."""
         row = self._good[index]
         if row not in self._reasons and row not in self._fitting:
             try:

@@ -1,4 +1,4 @@
-"""Scenes of many digit_images digits, with questions about those on a colored square.
+"""Scenes of many handwritten digits, with questions about digits on a colored square.
 
 The digits are too small to read at the image's size, and easy to read in a crop: the policy has to call the tool zoom.
 """

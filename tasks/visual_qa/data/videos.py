@@ -14,7 +14,7 @@ from mmrl.tasks.visual_qa.data.digits import SPLITS
 from mmrl.tasks.visual_qa.data.kinds import VIDEO_QUESTIONS
 
 CHANGE = moving_shapes.QUESTION_CANVAS.num_frames // 2  # index of the first frame with the second shape
-FPS = 2.0
+FPS = 2.0  # frames per second that the policy is told
 
 
 class VideosSource:
@@ -45,7 +45,7 @@ class VideosSource:
             (first, second)
             for i, first in enumerate(moving_shapes.SHAPES)
             for j, second in enumerate(moving_shapes.SHAPES)
-            # each pair occurs in both orders, so that the pair alone does not tell the answer
+            # each pair occurs in both orders, so that the answer does not follow from the pair
             if i != j and (i // 2 == j // 2) == (split == "heldout")
         ]
 

@@ -8,8 +8,9 @@ from mmrl.rollouts import Prompt
 from mmrl.tasks.data.named_images.images import groups, names
 
 SPLITS = ("train", "heldout")
-NOT_FOOD = ("teapot",)  # although in the group food
-NOT_ANIMALS = ("cactus", "mushroom", "rose", "shamrock", "sunflower", "tulip")  # although in the group nature
+NOT_FOOD = ("teapot",)  # names in the group food that cannot be eaten
+# Names in the group nature that are not animals.
+NOT_ANIMALS = ("cactus", "mushroom", "rose", "shamrock", "sunflower", "tulip")
 TEXTS = {"food": "Can you eat {}? Answer yes or no.", "animal": "Is {} an animal? Answer yes or no."}
 
 

@@ -51,7 +51,7 @@ def detect_format(fields: Fields, rows: Rows, name: str) -> Fields:
     """Returns `fields` with the columns of the format that the first rows have, and logs that format.
 
     Returns `fields` unchanged if the user named columns, if rows have the columns `problem` and `answer`, or if no
-    format matches. name: that of the file, for messages. Raises ValueError if several formats match.
+    format matches. name: the file, for messages. Raises ValueError if several formats match.
     """
     default = Fields()
     if (fields.problem, fields.answer) != (default.problem, default.answer):

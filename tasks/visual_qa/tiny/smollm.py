@@ -31,7 +31,7 @@ from mmrl.runtime.installation import extra_command
 SIDE, PATCH, SCALE = 64, 8, 2  # pixels along a side of an image and a patch; SCALE x SCALE patches are one token
 IMAGE_TOKENS = (SIDE // PATCH // SCALE) ** 2  # tokens of an image
 WIDTH, LAYERS = 192, 4  # hidden size and layers of the vision encoder
-INITIALIZER_RANGE = 0.05  # of the vision encoder; so narrow a network learns slowly from the usual 0.02
+INITIALIZER_RANGE = 0.05  # std of initial weights of the vision encoder, which is narrow and learns slowly from 0.02
 TOKENS = {
     "image_token": "<image>",
     "fake_image_token": "<fake_token_around_image>",
@@ -72,8 +72,8 @@ def load_language_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 def build(path: str | Path, seed: int = 0) -> None:
     """Writes model, processor and generation config to a folder that transformers' Auto classes load offline.
 
-    seed: that of the vision encoder's random weights; torch's global generator is left as it was. Raises UserError as
-    `load_language_model`.
+    seed: the seed of the vision encoder's random weights; torch's global generator stays unchanged. Raises UserError
+    like `load_language_model`.
     """
     language, tokenizer = load_language_model()
     with torch.random.fork_rng(devices=[]):

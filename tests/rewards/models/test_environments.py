@@ -22,7 +22,7 @@ from mmrl.rewards import REWARDS, RewardSet, RewardSpec
 from mmrl.rewards.models import environments
 from mmrl.rewards.models.catalogue import CATALOGUE, CatalogueEntry, WeightFile
 from mmrl.rewards.models.environments import MARKER, describe_catalogue, install, interpreter, plan
-from mmrl.rewards.registry import ELSEWHERE, _check_options, _option_parameters
+from mmrl.rewards.registry import NEEDS_OWN_PYTHON, _check_options, _option_parameters
 from mmrl.rollouts import Prompt, Sample
 
 ROOT = Path(__file__).parents[3]
@@ -127,7 +127,9 @@ def test_a_second_call_finds_it_and_runs_no_pip(installed, monkeypatch):
     folder, lines = installed
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     monkeypatch.setattr(environments, "_create", None)
-    assert install("glow", folder) == plan("glow", folder) == [f"glow is there already: {folder / 'glow'}", *lines[1:]]
+    assert (
+        install("glow", folder) == plan("glow", folder) == [f"glow is already installed: {folder / 'glow'}", *lines[1:]]
+    )
 
 
 def test_an_interrupted_one_does_not_count_and_is_made_anew(installed, monkeypatch):
@@ -170,7 +172,9 @@ def test_a_package_that_is_not_there_is_one_line(wheels, tmp_path, monkeypatch, 
 def test_nothing_is_overwritten_that_is_no_environment(wheels, tmp_path):
     (tmp_path / "glow").mkdir()
     (tmp_path / "glow/thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match=r"glow exists but is not a Python environment; remove it, or choose another"):
+    with pytest.raises(
+        UserError, match=r"glow exists but is not a Python environment; choose another --folder, or remove it"
+    ):
         install("glow", tmp_path)
     assert (tmp_path / "glow/thesis.tex").read_text() == "mine"
 
@@ -185,7 +189,7 @@ def test_a_folder_that_cannot_be_written(wheels, tmp_path):
 def test_two_at_once(wheels, tmp_path):
     with (tmp_path / ".glow.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process is installing .*glow; wait until it has finished"):
+        with pytest.raises(UserError, match="another process is installing .*glow; wait until it has ended"):
             install("glow", tmp_path)
     assert not (tmp_path / "glow").exists()
 
@@ -211,7 +215,7 @@ def test_the_command(wheels, tmp_path):
     ]
     done = run("install", "omniverifier")
     assert done.returncode == 2 and done.stderr == (
-        "mmrl: there is no reward omniverifier to install (did you mean omni_verifier?); mmrl rewards lists them\n"
+        "mmrl: there is no reward omniverifier to install (did you mean omni_verifier?); `mmrl rewards` lists all\n"
     )
     assert (
         run("install", "ocr").stdout.splitlines()[0] == "ocr runs in the trainer's environment: pip install -e '.[ocr]'"
@@ -232,7 +236,7 @@ def test_rewards_of_one_server_share_an_environment(tmp_path):
 def test_a_python_that_is_too_new(monkeypatch, tmp_path):
     monkeypatch.setattr(environments.sys, "version_info", (3, 13, 1))
     for call in (plan, install):
-        with pytest.raises(UserError, match="packages of deqa exist for Python below 3.13, and this is 3.13; run this"):
+        with pytest.raises(UserError, match="packages of deqa need a Python below 3.13, not 3.13; run this"):
             call("deqa", tmp_path)
 
 
@@ -245,7 +249,7 @@ def test_an_entry_names_a_reward_its_options_and_pinned_packages(name, tmp_path)
     (spec,) = recipe(plan(name, tmp_path))
     assert spec.name == entry.reward and entry.reward in REWARDS
     _check_options(entry.reward, _option_parameters(REWARDS[entry.reward]), spec.options)
-    assert (entry.reward in ELSEWHERE) == (spec.python is not None)
+    assert (entry.reward in NEEDS_OWN_PYTHON) == (spec.python is not None)
     for requirement in map(Requirement, entry.requirements):
         (pin,) = requirement.specifier
         assert pin.operator == "==" and "*" not in pin.version and requirement.url is None

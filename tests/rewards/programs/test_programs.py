@@ -11,7 +11,7 @@ from mmrl.children.confinement import confinable
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
 from mmrl.rewards.programs.charts import elements_f1, normalize_weights, to_image
-from mmrl.rewards.programs.responses import drawing, program
+from mmrl.rewards.programs.responses import extract_program, extract_svg
 from mmrl.rewards.programs.runner import ProgramRunner
 from mmrl.rewards.programs.solids import surface_f1, to_mesh
 from mmrl.rewards.programs.unit_tests import read_tests
@@ -47,7 +47,7 @@ def fenced(source):
     ],
 )
 def test_the_program_of_a_response(response, expected):
-    assert program(of(response)) == expected
+    assert extract_program(of(response)) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_program_of_a_response(response, expected):
     ],
 )
 def test_the_drawing_of_a_response(response, expected):
-    assert drawing(of(response)) == expected
+    assert extract_svg(of(response)) == expected
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_all_or_nothing_by_default_and_in_the_order_of_the_samples():
     [
         (None, "inputs and outputs"),
         ({"inputs": [], "outputs": []}, "inputs and outputs"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs, but not as many outputs"),
+        ({"inputs": ["1"], "outputs": []}, "must have as many outputs as inputs"),
         ("{broken", "not JSON"),
         (["assert math.isclose(f(1), 2)"], "literal"),
         (["assert f(1) == g(2)"], "literal"),
@@ -169,11 +169,11 @@ def test_what_no_program_of_ours_answers_is_no_image_and_no_solid():
     good = np.zeros((2, 2, 3), np.uint8)
     assert to_image(good).size == (2, 2)
     assert [to_image(bad) for bad in (None, "x", good[0], good.astype(float), good[:0])] == [None] * 5
-    corners, triangle = np.eye(3), np.array([[0, 1, 2]])
-    assert to_mesh({"corners": corners, "triangles": triangle}).area == pytest.approx(3**0.5 / 2)
+    vertices, triangle = np.eye(3), np.array([[0, 1, 2]])
+    assert to_mesh({"vertices": vertices, "triangles": triangle}).area == pytest.approx(3**0.5 / 2)
     for bad in (triangle + 1, triangle - 1, triangle.astype(float), triangle[:, :2], triangle[:0]):
-        assert to_mesh({"corners": corners, "triangles": bad}) is None
-    assert to_mesh({"corners": corners + np.inf, "triangles": triangle}) is None
+        assert to_mesh({"vertices": vertices, "triangles": bad}) is None
+    assert to_mesh({"vertices": vertices + np.inf, "triangles": triangle}) is None
     assert elements_f1("x", {"texts": ["a"]}) == 0.0
 
 

@@ -20,7 +20,7 @@ from einops import rearrange, reduce, repeat
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.generation.sampling import draw
+from mmrl.generation.sampling import add_gumbel_noise
 from mmrl.kernels import hidden_logprob
 from mmrl.policies.vla.heads.codec import ActionCodec
 from mmrl.policies.vla.heads.layers import BridgeBlock
@@ -234,7 +234,7 @@ class TokenHead(LevelledHead):
         def select_columns(logits: Tensor) -> Tensor:
             if sampling.temperature == 0:
                 return logits.argmax(-1)
-            return draw(logits / sampling.temperature, generators).argmax(-1)
+            return add_gumbel_noise(logits / sampling.temperature, generators).argmax(-1)
 
         if self.decoding != "autoregressive":
             columns = select_columns(self._logits(self._hidden_states(prefix, state, None)))

@@ -142,7 +142,7 @@ class ModelRunner:
             self.core,
             self.collate(prompts, padding_side="left"),
             prompts=torch.tensor(prompt_index),
-            begun=prefixes,
+            prefixes=prefixes,
             rows=torch.tensor(row_index),
             sampling=sampling,
             seeds=list(seeds),
