@@ -102,7 +102,7 @@ class Algorithm(Choice):
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it is trained on
     collection: ClassVar[CollectionSettings] = Groups  # the class of the section `rollout` of such a job
     weighs_decisions: ClassVar[bool] = True  # whether the objective multiplies decisions by `Replay.weight`
-    # kinds of rollouts that it learns from alone, one of which rollout.extras must bring; empty: it learns from all
+    # the only kinds of rollouts that it learns from, one of which rollout.extras must bring; empty: it learns from all
     learns_from: ClassVar[frozenset[RolloutKind]] = frozenset()
     pairs_decisions: ClassVar[bool] = False  # whether it compares rollouts of a group decision by decision
 
@@ -153,8 +153,8 @@ class Algorithm(Choice):
         for i, term in enumerate(self.terms):
             if term.remark:
                 yield f"algorithm.terms.{i} ({term.type}): {term.remark}"
-            if ratios_are_one and term.at_rest:
-                yield f"algorithm.terms.{i} ({term.type}) {ONE_UPDATE}: {term.at_rest}; {REMEDY}"
+            if ratios_are_one and term.note_at_one_update:
+                yield f"algorithm.terms.{i} ({term.type}) {ONE_UPDATE}: {term.note_at_one_update}; {REMEDY}"
         if config.rollout.filters is None:
             return
         for i, shaper in enumerate(self.shapers):
@@ -224,7 +224,7 @@ class Algorithm(Choice):
     def ends_epochs(self, means: dict[str, float]) -> bool:
         """Returns whether to skip the remaining updates of the step.
 
-        means: those of the `early_stop_statistics` in the last update, over the decisions of all ranks.
+        means: the means of the `early_stop_statistics` over the decisions of all ranks in the last update, by name.
         """
         return False
 
@@ -271,8 +271,8 @@ class Algorithm(Choice):
     def informative(self, rollouts: Rollouts, weights: Tensor, names: list[str]) -> Tensor:
         """Returns whether each rollout's group has a learning signal, for dynamic sampling, [rollout] bool.
 
-        By default it has if its combined rewards differ. rollouts: whole groups; weights, names: those of the reward
-        components.
+        By default a group has one if its combined rewards differ. rollouts: whole groups; weights: [component], the
+        weights of the rewards; names: the names of the rewards.
         """
         from mmrl.core.advantages import combined_reward
         from mmrl.core.filters import varied_groups
@@ -286,7 +286,8 @@ class Algorithm(Choice):
 
 
 def has_ratios_of_one(algorithm: Algorithm, config: JobConfig) -> bool:
-    """Returns whether all likelihood ratios are 1: a step has one update, and the trained weights made all rollouts."""
+    """Returns whether all likelihood ratios are 1: a step has one update, and the trained weights sampled all
+    rollouts."""
     return algorithm.updates == 1 and algorithm.slow_sampling is None and not config.rollout.extra_sources
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from mmrl.algorithms.reward_transforms.transform import Transform
     from mmrl.protocols.batch import Batch
 
-# Combinations that one fused kernel computes; values are its names for them. The keys are methods, not classes, so
-# that a subclass which overrides them is not taken for a fused one.
+# Baselines and scales that the fused kernel `kernels.group_advantage` computes, with its names for them. The keys are
+# methods, not classes, so that a subclass which overrides them does not count as fused.
 FUSED_BASELINES = {Mean.center: "mean", LeaveOneOut.center: "leave_one_out", Baseline.center: "none"}
 FUSED_SCALES = {
     (Scale.buckets, Scale.divide): "group_std",
@@ -28,8 +28,8 @@ FUSED_SCALES = {
 class Estimator:
     """Computes advantages [rollout of all ranks] from one reward [rollout of all ranks]; 0 where the reward is NaN.
 
-    combine: combines reward components [rollout, component] to one reward [rollout]. The attribute `groups` is the
-    group of each rollout, from 0, and the number of groups.
+    combine: combines reward components [rollout, component] to one reward [rollout]. The attribute `groups` is a
+    pair: the group of each rollout, from 0, and the number of groups.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Estimator:
         self.combine = combine
         self.groups = group_index(batch.column("group"))
         methods = (type(scale).buckets, type(scale).divide)
-        # What the fused kernel calls the baseline and the scale; None for one that it does not have
+        # the fused kernel's names of the baseline and the scale; None for one that the kernel does not compute
         self._fused_names = FUSED_BASELINES.get(type(baseline).center), FUSED_SCALES.get(methods)
-        # Computed once for all rewards. The fused kernel takes no buckets, so any value will do.
+        # computed once for all rewards; the fused kernel computes its stds from the groups, without buckets
         self._buckets = self.groups[0] if all(self._fused_names) else group_index(scale.buckets(batch))[0]
 
     def __call__(self, reward: Tensor) -> Tensor:

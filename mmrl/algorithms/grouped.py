@@ -31,8 +31,8 @@ class GroupedAlgorithm(RewardedAlgorithm):
     baseline: Baseline = option(Mean(), "baseline that is subtracted from the reward")
     scale: Scale = option(
         GroupStd(),
-        "divisor of the difference; the default depends on the baseline: group_std for mean, batch_std for batch_mean "
-        "and running, none for leave_one_out, length_weighted, greedy and none",
+        "divisor of reward minus baseline; the default depends on the baseline: group_std for mean, batch_std for "
+        "batch_mean and running, none for leave_one_out, length_weighted, greedy and none",
     )
     components: Components = option(SumOfComponents(), "combination of several rewards to one advantage")
     transforms: list[Transform] = option([], "reward transforms before the baseline, applied in this order")

@@ -43,10 +43,11 @@ class RatioAlgorithm(RewardedAlgorithm):
         yield from super().remarks(config)
         if not has_ratios_of_one(self, config):
             return
-        if "surrogate" in self.model_fields_set and self.surrogate.at_rest:
-            yield f"algorithm.surrogate={self.surrogate.type} {ONE_UPDATE}: {self.surrogate.at_rest}; {REMEDY}"
+        if "surrogate" in self.model_fields_set and self.surrogate.note_at_one_update:
+            note = self.surrogate.note_at_one_update
+            yield f"algorithm.surrogate={self.surrogate.type} {ONE_UPDATE}: {note}; {REMEDY}"
         if self.target_kl is not None:
-            yield f"algorithm.target_kl {ONE_UPDATE}: there is no update that it could skip; {REMEDY}"
+            yield f"algorithm.target_kl {ONE_UPDATE}: no update is left to skip; {REMEDY}"
 
     @property
     def early_stop_statistics(self) -> tuple[str, ...]:
@@ -67,7 +68,8 @@ class RatioAlgorithm(RewardedAlgorithm):
     @property
     def reduce_mode(self) -> ReduceMode:
         """Returns the reduction to the loss. The default is sequence_mean if all decisions of a rollout have one ratio
-        (GSPO, GMPO), segment_mean if those of a segment have (GCPO), since token_mean would weigh long ones more."""
+        (GSPO, GMPO), segment_mean if all decisions of a segment have one (GCPO): token_mean would weight long rollouts
+        and segments more."""
         if self.reduce is not None:
             return self.reduce
         if self.level == "sequence" or self.surrogate.one_weight:

@@ -46,7 +46,7 @@ class BestOfSubsets(NamedTuple):
 
     mean: float  # over all subsets of size k
     std: float
-    holding: Tensor  # [n], the mean over the subsets of size k that hold the value
+    holding: Tensor  # [n], the mean over the subsets of size k that contain the value
     without: Tensor  # [n], the mean over the subsets of size k - 1 of the other values; 0 if k is 1
 
 

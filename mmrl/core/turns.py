@@ -155,8 +155,8 @@ def subtract_group_baseline(
 
     against: the baseline is the mean over the group of the same span ("span"), of the same span of the other rollouts
     ("others"), or of all spans ("group"); "none" returns the credits unchanged. scale: the difference is divided by the
-    unbiased std + eps ("group_std") or not ("none"). A span without others, or equal to all of them, gets 0. group:
-    [rollout]; all rollouts of a group must be on one rank.
+    unbiased std + eps ("group_std") or not ("none"). A span that no other rollout has, or whose credit equals that of
+    all others, gets 0. group: [rollout]; all rollouts of a group must be on one rank.
     """
     if against == "none":
         return list(credits)

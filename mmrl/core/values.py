@@ -1,4 +1,4 @@
-"""A small network that learns what a state is worth."""
+"""Small networks that estimate the value of states and actions, and their losses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from torch.func import functional_call
 
 
 def tilted_loss(value: Tensor, outcome: Tensor, eta: float) -> Tensor:
-    """[...] e^z - z - 1 with z = eta (outcome - value), over eta^2; its limit where eta is 0. Its least mean is at the
-    value (1 / eta) log E exp(eta outcome), which for eta 0 is the mean. Beyond z = 5 the loss is linear."""
-    apart = outcome - value
+    """Computes (e^z - z - 1) / eta^2 with z = eta (outcome - value), or its limit z^2 / 2 for eta 0, elementwise.
+
+    Its mean is smallest at the value (1 / eta) log E exp(eta outcome), which for eta 0 is the mean outcome. Beyond z =
+    5 the loss continues linearly, so that its gradient stays bounded.
+    """
+    difference = outcome - value
     if eta == 0:
-        return apart.square() / 2
-    z = eta * apart
+        return difference.square() / 2
+    z = eta * difference
     bounded = z.clamp(max=5.0)
     linear = (math.exp(5.0) - 1) * (z - bounded)
     return (bounded.exp() - 1 - bounded + linear) / eta**2
@@ -31,16 +34,17 @@ def expectile_error(difference: Tensor, expectile: float) -> Tensor:
 
 
 class ValueNetwork(nn.Module):
-    """A perceptron with two hidden layers from [row, number] to [row], in fp64; its last layer begins with zeros."""
+    """A perceptron with two hidden layers from features [row, inputs] to values [row], in fp64. Its last layer is
+    initialized with zeros."""
 
     def __init__(self, inputs: int, width: int, seed: int, *, layer_norm: bool = False) -> None:
-        """seed: that of the weights, which are Gaussian with variance 1 / fan-in. layer_norm: normalises hidden layers
-        before their activation (RLPD, arXiv 2302.02948)."""
+        """inputs: number of features; width: of the hidden layers. seed: seed of the weights, which are Gaussian with
+        variance 1 / fan-in. layer_norm: normalizes hidden layers before their activation (RLPD, arXiv 2302.02948)."""
         super().__init__()
-        chance = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         layers = [nn.Linear(a, b, dtype=torch.float64) for a, b in ((inputs, width), (width, width), (width, 1))]
         for layer in layers:
-            drawn = torch.randn(layer.in_features, layer.out_features, generator=chance, dtype=torch.float64)
+            drawn = torch.randn(layer.in_features, layer.out_features, generator=generator, dtype=torch.float64)
             nn.init.zeros_(layer.bias)
             layer.weight.data = (drawn / math.sqrt(layer.in_features)).T.contiguous()
         nn.init.zeros_(layers[-1].weight)
@@ -60,7 +64,7 @@ class QEnsemble(nn.Module):
     """Several Q networks of equal shape with different weights, each with a target network that follows it slowly."""
 
     def __init__(self, inputs: int, width: int, members: int, seed: int) -> None:
-        """inputs: numbers of a state and an action together."""
+        """inputs: number of features of a state and an action together; members: number of Q networks."""
         super().__init__()
         self.online = nn.ModuleList(
             ValueNetwork(inputs, width, seed + member, layer_norm=True) for member in range(members)
@@ -79,7 +83,7 @@ class QEnsemble(nn.Module):
 
     def fixed(self, x: Tensor) -> Tensor:
         """Returns the Q value of each row of states and actions [row, number] by each network, [member, row]. Gradients
-        reach `x`, and no weights."""
+        flow to `x`, but not to the weights."""
         return torch.stack([functional_call(network, detached(network), (x,)) for network in self.online])
 
     def update_targets(self, tau: float) -> None:
@@ -90,7 +94,7 @@ class QEnsemble(nn.Module):
 
 
 class EntropyTemperature(nn.Module):
-    """The weight of a policy's entropy in its objective, as its logarithm, a number in fp64."""
+    """The weight of a policy's entropy in its objective. The parameter is its logarithm, 0-d fp64."""
 
     def __init__(self, initial: float) -> None:
         super().__init__()
@@ -128,21 +132,26 @@ def fit_values(
     size: int,
     seed: int,
 ) -> float:
-    """Trains `network` in passes over the rows of `x`, with an `update` down the loss of each batch of `size`. Returns
-    the mean loss of the last pass."""
-    chance, last = torch.Generator().manual_seed(seed), 0.0
+    """Trains `network` with `tilted_loss` in `passes` epochs over shuffled batches of `size` rows. Returns the mean
+    loss of the last epoch.
+
+    x: [row, feature]; outcome: [row], the reward at the end of each row's episode; update: takes an optimizer step on a
+    0-d loss; seed: of the order of rows.
+    """
+    generator, mean_loss = torch.Generator().manual_seed(seed), 0.0
     for _ in range(passes):
         losses = []
-        for rows in torch.randperm(len(x), generator=chance).split(size):
+        for rows in torch.randperm(len(x), generator=generator).split(size):
             loss = tilted_loss(network(x[rows]), outcome[rows].double(), eta).mean()
             update(loss)
             losses.append(float(loss.detach()))
-        last = sum(losses) / len(losses)
-    return last
+        mean_loss = sum(losses) / len(losses)
+    return mean_loss
 
 
 def word_counts(text: str, count: int) -> Tensor:
-    """[count] how many words of a string fall into each bucket, by a hash that is the same everywhere."""
+    """Returns how many words of a string fall into each of `count` buckets, [count] float64. A word's bucket is its
+    CRC-32, which is the same in every process, unlike Python's hash."""
     counts = torch.zeros(count, dtype=torch.float64)
     for word in text.lower().split():
         counts[zlib.crc32(word.encode()) % count] += 1.0

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampledActionValues:
-    """Columns of a micro-batch of n rollouts, of which some are recorded policy steps. temperature: the weight of the
-    entropy, 0 where it does not count."""
+    """Q values of sampled chunks of actions, for a micro-batch of n rollouts, of which some are recorded policy steps.
+    temperature: the weight of the entropy in the objective; 0: entropy is not used."""
 
     recorded: Tensor  # [n] bool, which rollouts are recorded policy steps
-    q: Tensor  # [n] float64, of a chunk that the policy samples there, with a gradient; 0 for other rollouts
-    logp: Tensor  # [n] float64, of that chunk, with a gradient; 0 for others, and where entropy does not count
+    q: Tensor  # [n] float64, Q of the chunk sampled at the step's observation, with a gradient; else 0
+    logp: Tensor  # [n] float64, log-probability of that chunk, with a gradient; 0 if entropy is not used
     temperature: float
 
 
@@ -32,7 +32,8 @@ class ActionValues(ReplayedMeasurement[SampledActionValues]):
     """The Q value of a chunk of actions that the policy samples at each recorded observation of a micro-batch, as a
     function of the policy's weights (the actor's part of SAC, arXiv 1812.05905, and of DDPG, arXiv 1509.02971).
 
-    values: which measures and trains the Q networks. of: of the networks' Q values the least counts, or their mean.
+    values: the measurement that trains the Q networks. of: which of the networks' Q values is used, the least or the
+    mean.
     """
 
     values: QValues
@@ -59,8 +60,8 @@ class ActionValues(ReplayedMeasurement[SampledActionValues]):
         if not len(rows):
             return SampledActionValues(recorded, zeros, zeros, 0.0)
         seeds = [noise_seed(micro, row, derive_seed(context.seed, context.step)) for row in rows.tolist()]
-        entropy_counts = bool(self.values.temperature)
-        sampled = context.policy.off_policy.resample(micro, rows.tolist(), seeds, logp=entropy_counts)
+        uses_entropy = bool(self.values.temperature)
+        sampled = context.policy.off_policy.resample(micro, rows.tolist(), seeds, logp=uses_entropy)
         pairs = torch.cat([sampled.observations, sampled.chunks.to(sampled.observations)], 1)
         networks = self.values.q_networks(context.modules, pairs.shape[1], context.seed)
         by_member = networks.module.fixed(pairs)
@@ -73,12 +74,12 @@ class ActionValues(ReplayedMeasurement[SampledActionValues]):
 
 
 def noise_seed(micro: Rollouts, row: int, seed: int) -> int:
-    """Returns the seed with which the policy samples a chunk at a recorded step. Copies of a step get different seeds.
-
-    row: the index of the recorded step in the micro-batch `micro`. seed: the seed of the training step.
-    """
+    """Returns the seed with which the policy samples a chunk at a recorded step. Copies of a step in several groups,
+    and proposals at it, get different seeds. row: the index of the step in the micro-batch `micro`; seed: the seed of
+    the training step."""
     from mmrl.samplers.chain import derive_seed
 
-    proposal = micro.samples[row].prompt.metadata.get("proposal_seed", 0)
-    # The groups of recorded steps are negative
+    metadata = micro.samples[row].prompt.metadata
+    proposal = metadata.get("proposal_seed", 0)
+    # group ids of recorded steps are negative, see `ExtraSource`
     return derive_seed(derive_seed(seed, proposal), -int(micro.group[row]))

@@ -1,5 +1,5 @@
-"""Measurements from additional responses to the prompts of a step: greedy ones, ones to a view of the prompt (a changed
-image or text), or ones of the reference policy."""
+"""Measurements from additional responses to the prompts of a step: greedy responses, responses to a view of the prompt
+(a changed image or text), or responses of the reference policy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ViewAnswers(CollectedMeasurement["FurtherResponses"]):
     """Responses to a view of each prompt, `group_size` per prompt, and their mean accuracy."""
 
     view: View
-    cost: ClassVar[str] = "as many responses again under every view"
+    cost: ClassVar[str] = "as many further responses under each view as the step has"
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class ReferenceRewards(PreparedMeasurement["Column"]):
         from mmrl.runtime.seeds import reference_seeds
 
         prompts, groups, member = grouped_prompts(rollouts)
-        # the largest number on any rank: ranks may have to generate together
+        # every rank generates for as many prompts as the rank with most: ranks may have to generate together
         num_prompts = context.max_over_ranks(len(groups))
         indices = [i % len(groups) for i in range(num_prompts)]
         with context.reference():

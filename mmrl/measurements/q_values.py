@@ -24,9 +24,11 @@ ESTIMATES = ("q", "value", "td_error")
 
 @dataclass(frozen=True)
 class Transitions:
-    """Transitions of n recorded chunks, encoded. reward, discount: [n]; terminated, known: [n] bool, where `known` says
-    that the target is known: the episode terminated, or its next observation was recorded. copies: [n] int64, how many
-    prompts have this recorded step; the mean over transitions weights them by it, as the mean over prompts does."""
+    """Transitions of n recorded chunks of actions, with observations and chunks encoded as vectors.
+
+    reward, discount: [n]; terminated: [n] bool; known: [n] bool, whether the target can be computed, because the
+    episode terminated or its next observation was recorded. copies: [n] int64, the number of prompts with this recorded
+    step, which is the weight of the transition in means."""
 
     observation: Tensor  # [n, number]
     chunk: Tensor  # [n, number]
@@ -34,10 +36,10 @@ class Transitions:
     discount: Tensor
     terminated: Tensor
     known: Tensor
-    next_observation: Tensor  # [n, number], 0 where there is none
+    next_observation: Tensor  # [n, number], 0 where none was recorded
     copies: Tensor
     next_chunk: Tensor | None = None  # [n, number], sampled by the current policy; None if no target needs it
-    next_logp: Tensor | None = None  # [n], of the next chunk; None if no entropy counts
+    next_logp: Tensor | None = None  # [n], log-probability of the next chunk; None if entropy is not used
 
     def select(self, rows: Tensor) -> Transitions:
         """Returns the transitions `rows` [m]."""
@@ -47,14 +49,14 @@ class Transitions:
 
     @property
     def pairs(self) -> Tensor:
-        """Returns observations and chunks side by side, [n, number]."""
+        """Returns observations and executed chunks concatenated, [n, number], the input of Q networks."""
         import torch
 
         return torch.cat([self.observation, self.chunk], 1)
 
     @property
     def next_pairs(self) -> Tensor:
-        """Returns observations after the chunks and sampled chunks side by side, [n, number]."""
+        """Returns next observations and the chunks sampled there concatenated, [n, number]."""
         import torch
 
         assert self.next_chunk is not None
@@ -63,18 +65,19 @@ class Transitions:
 
 @dataclass(frozen=True)
 class QValues(PreparedMeasurement["Column"]):
-    """Q-learning on the recorded policy steps among a step's rollouts: the Q networks learn r + gamma^k V(s') of a
-    chunk of k actions, and their target networks follow. The estimates are of the targets before they follow.
+    """Q-learning on the recorded policy steps among a step's rollouts. The Q networks learn r + gamma^k V(s') for a
+    chunk of k actions, and target networks follow them as a moving average. Estimates are those of the target networks
+    before their last update.
 
     V(s') is a network that learns the expectile of the target networks' least Q (IQL, arXiv 2110.06169), or, without an
     expectile, the least Q of the target networks for a chunk that the current policy samples at s', minus temperature
     times its log-probability (SAC, arXiv 1812.05905).
 
-    gamma: discount of an action; simulator_reward: weight of the simulator's rewards; members, width: those of the Q
-    networks; lr: of Adam; tau: share by which targets follow; updates: of all networks a step; batch: recorded steps of
-    a rank that an update draws, None: all; expectile: of V; temperature: weight of the entropy before training, 0:
-    none; temperature_lr: its learning rate; entropy: to which the temperature is adapted, in nats per number of a
-    chunk, None: it is fixed.
+    gamma: discount per action; simulator_reward: weight of the simulator's rewards; members: number of Q networks;
+    width: of their hidden layers; lr: learning rate of Adam; tau: fraction by which target networks move per update;
+    updates: updates of all networks per training step; batch: recorded steps per rank and update, None: all; expectile:
+    the one that V learns, None: no V; temperature: initial weight of the entropy, 0: none; temperature_lr: its learning
+    rate; entropy: target entropy in nats per action coordinate, to which the temperature is adapted, None: fixed.
     """
 
     gamma: float
@@ -98,13 +101,17 @@ class QValues(PreparedMeasurement["Column"]):
         return " ".join(["q_values", *(f"{name}={value:g}" for name, value in values if value is not None)])
 
     def q_networks(self, modules: AuxiliaryModules, inputs: int, seed: int) -> AuxiliaryModule[QEnsemble]:
-        """Returns the Q networks of a run. inputs: numbers of an observation and a chunk; seed: that of the run."""
+        """Returns the Q networks of a run. inputs: size of an encoded observation and chunk together; seed: the run's
+        seed."""
         from mmrl.core.values import QEnsemble
 
-        return modules.get(f"{self.name} q", lambda: QEnsemble(inputs, self.width, self.members, seed + 1), lr=self.lr)
+        first_seed = seed + 1  # `seed` is that of the value network
+        return modules.get(
+            f"{self.name} q", lambda: QEnsemble(inputs, self.width, self.members, first_seed), lr=self.lr
+        )
 
     def entropy_temperature(self, modules: AuxiliaryModules) -> AuxiliaryModule[EntropyTemperature] | None:
-        """Returns the weight of the entropy; None where entropy does not count."""
+        """Returns the weight of the entropy, a trained module; None if entropy is not used."""
         from mmrl.core.values import EntropyTemperature
 
         if not self.temperature:
@@ -118,14 +125,14 @@ class QValues(PreparedMeasurement["Column"]):
 
 
 class QLearner:
-    """Estimates advantages of recorded steps and updates the networks that do so, once a training step."""
+    """Estimates the values of recorded steps and updates the networks that estimate them, once per training step."""
 
     def __init__(self, settings: QValues, context: PreparedContext) -> None:
         self.settings, self.context = settings, context
         self.off_policy = context.policy.off_policy
 
     def estimates(self, rollouts: Rollouts) -> Column:
-        """Returns ESTIMATES [rollout, 3], NaN for rollouts whose prompts are no recorded steps. A collective."""
+        """Returns ESTIMATES [rollout, 3], NaN for rollouts that are not recorded steps. A collective."""
         import torch
 
         from mmrl.rollouts import Column
@@ -138,8 +145,8 @@ class QLearner:
         return Column(values)
 
     def _update_and_estimate(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Updates both functions on recorded steps. Returns ESTIMATES [prompt, 3]. Prompts of one recorded step share
-        its transition; each of them gets the Q value of its own proposal, if it has one."""
+        """Updates Q and V on recorded steps. Returns ESTIMATES [prompt, 3]. Prompts of the same recorded step share its
+        transition; a prompt with a proposed chunk (metadata["proposal"]) gets the Q value of this chunk."""
         import torch
 
         steps = {prompt.id: prompt for prompt in prompts}
@@ -158,7 +165,8 @@ class QLearner:
         return estimates
 
     def _encode(self, prompts: Sequence[Prompt], copies: Tensor, size: int) -> Transitions:
-        """Returns the transitions of distinct recorded steps. size: observations that the policy encodes at once."""
+        """Returns the transitions of distinct recorded steps. copies: [step] int64, see `Transitions`; size: number of
+        observations that the policy encodes at once."""
         import torch
 
         policy, (width, chunk_width) = self.off_policy, self.off_policy.encoding_sizes
@@ -203,9 +211,9 @@ class QLearner:
         )
 
     def _update(self, transitions: Transitions, proposals: Tensor) -> tuple[Tensor, Tensor]:
-        """Updates both functions on the transitions of all ranks. Returns ESTIMATES of this rank's, [n, 3], and the
-        least target Q value of further pairs of observation and chunk, `proposals` [m, number]; both are of before the
-        last update of the targets."""
+        """Updates Q and V on the transitions of all ranks. Returns the ESTIMATES of this rank's transitions, [n, 3],
+        and the least target Q values [m] of `proposals` [m, number], further pairs of observation and chunk. Both are
+        computed before the last update of the target networks."""
         import torch
 
         settings, n = self.settings, len(transitions.reward)
@@ -236,8 +244,8 @@ class QLearner:
         return torch.randint(n, (self.settings.batch,), generator=torch.Generator().manual_seed(seed))
 
     def _update_q(self, q: AuxiliaryModule[QEnsemble], transitions: Transitions, next_value: Tensor) -> Tensor:
-        """Takes a step of the Q networks to their targets. next_value: V(s'), [n]. Returns their squared errors from
-        before, [n]; NaN where no target is known."""
+        """Takes an optimizer step of the Q networks toward their targets. next_value: V(s'), [n]. Returns their mean
+        squared errors before it, [n]; NaN where the target is not known."""
         import torch
 
         from mmrl.core.values import td_target

@@ -69,7 +69,8 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
 
 @dataclass(frozen=True)
 class ViewReplay(ReplayedMeasurement["Replay"]):
-    """The log-probabilities and other outputs of a replay, with gradients, of the same responses to viewed prompts."""
+    """A replay (log-probabilities and other outputs, with gradients) of the same responses to the view of each
+    prompt."""
 
     view: View
     cost: ClassVar[str] = "a forward and a backward pass under every view"
@@ -91,7 +92,7 @@ class ViewReplay(ReplayedMeasurement["Replay"]):
         return replay
 
     def of(self, replay: Replay) -> Replay:
-        """Returns the replay under the view that belongs to this replay of the original prompts."""
+        """Returns the replay of the viewed prompts, which is stored in `replay`, that of the original prompts."""
         viewed: Replay = replay.extras[self.name]
         return viewed
 
@@ -199,8 +200,8 @@ class GroupDivergence(PreparedMeasurement["DecisionColumn"]):
 
         ids = context.policy.teachers.vocabulary()
         divergence = torch.zeros(rollouts.mask.shape)
-        for some in ids.split(self.block):
-            listed = WholeVocabulary.from_ids(some, rollouts.mask.shape)
+        for block_ids in ids.split(self.block):
+            listed = WholeVocabulary.from_ids(block_ids, rollouts.mask.shape)
             changed = replace(rollouts, extras={**rollouts.extras, ALTERNATIVES.name: listed})
             logp = context.replayed(changed, ALTERNATIVES.name).float().cpu()
             divergence += divergence_in_group(logp, rollouts.mask, rollouts.group, len(ids))

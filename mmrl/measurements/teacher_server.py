@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mmrl.protocols.choices import TeacherChoices
     from mmrl.rollouts import Rollouts
 
+# text with digits, accents, tags and white space, which tokenizers split in different ways
 PROBE = "The sum of 12 and 345 is 357; naïve façade, <answer>\n\tx² ≠ y</answer>."
 Likelihoods = dict[int, float]  # token id -> log-probability, at one position
 Tokens = list[tuple[list[int], list[int]]]  # the prompt's and the response's token ids of each rollout
@@ -45,7 +46,7 @@ class TeacherServer:
         teacher_ids, student_ids = reply.get("tokens") or [], tokenize(PROBE)
         if teacher_ids != student_ids:
             pairs = enumerate(zip(teacher_ids, student_ids, strict=False))
-            position = next((i for i, (theirs, own) in pairs if theirs != own), len(teacher_ids))
+            position = next((i for i, (teacher_id, own_id) in pairs if teacher_id != own_id), len(teacher_ids))
             raise UserError(
                 f"teacher {self.address} has another vocabulary than the model: it splits a string of "
                 f"{len(student_ids)} tokens into {len(teacher_ids)}, which differ from token {position} on; serve a "
@@ -55,7 +56,7 @@ class TeacherServer:
     def likelihoods(self, rollouts: Rollouts, rows: Sequence[int], tokens: Tokens) -> Tensor:
         """Returns the teacher's log-probability of each decision, [rollout, decision].
 
-        rows: the rollouts to compute; all others are NaN. tokens: of all rollouts.
+        rows: the rollouts to compute; all others are NaN. tokens: the token ids of all rollouts.
         """
         import torch
 
@@ -87,7 +88,8 @@ class TeacherServer:
         return TeacherChoices(ids, logp)
 
     def _entries(self, rows: Sequence[int], tokens: Tokens, count: int) -> Iterator[tuple[int, list[Likelihoods]]]:
-        """Yields each row with the log-probabilities at each token of its response."""
+        """Yields each row with the log-probabilities at each token of its response: of this token and of the `count`
+        most likely ones. Rows may come in another order than in `rows`."""
         for start in range(0, len(rows), self.batch_size):
             batch = rows[start : start + self.batch_size]
             choices = self._choices([[*tokens[row][0], *tokens[row][1]] for row in batch], count)
@@ -124,7 +126,7 @@ class TeacherServer:
         for token, entry in zip(response, parsed, strict=True):
             if token not in entry or len(entry) < count:
                 raise UserError(
-                    f"teacher {self.address} answered {len(entry)} tokens instead of token {token} and the {count} "
+                    f"teacher {self.address} listed {len(entry)} tokens, not token {token} and the {count} "
                     "most likely ones; start the server with a larger --max-logprobs"
                 )
         return parsed

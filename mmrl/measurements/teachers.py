@@ -160,7 +160,7 @@ class ServerTeacher(Teacher):
     retries: int = option(3, "number of retries of a failed request", ge=0)
 
     @model_validator(mode="after")
-    def _is_an_address(self) -> ServerTeacher:
+    def _check_address(self) -> ServerTeacher:
         if not self.server.startswith(("http://", "https://")):
             raise ValueError(f"server must begin with http:// or https://, got {self.server!r}")
         return self
@@ -174,7 +174,7 @@ class ServerTeacher(Teacher):
             raise UserError(
                 f"teacher {self.server} computes at temperature 1, but rollout.temperature={extremes[1]:g}; set it to 1"
             )
-        self.client.check(policy.teachers.spelled)
+        self.client.check(policy.teachers.tokenize)
 
     @property
     def client(self) -> TeacherServer:
@@ -226,7 +226,8 @@ class ViewTeacher(Teacher):
         return listed
 
     def _replayed(self, changed: Rollouts, context: PreparedContext, name: str) -> Tensor:
-        """Returns the output `name` of a replay under the teacher's weights, fp32 on the CPU."""
+        """Returns the output `name` of a replay of the changed rollouts under the teacher's weights, [rollout, ...]
+        fp32 on the CPU."""
         from contextlib import nullcontext
 
         with context.reference() if self.weights == "reference" else nullcontext():
@@ -297,6 +298,7 @@ def sorted_rows(context: PreparedContext) -> list[int]:
     return sorted(row for rows in context.micro_batches for row in rows.tolist())
 
 
+# the types of a teacher that is not itself one of several
 ALONE_OR_BY_TAG = Teacher.kinds | {"by_tag": "mmrl.measurements.teachers:TaggedTeachers"}
 
 
@@ -374,8 +376,8 @@ class TeacherPredictions(PreparedMeasurement["DecisionColumn"]):
 
         if rollouts.ref_prediction is not None:
             raise UserError(
-                "a teacher of denoising steps takes the place of the reference, but another part of the algorithm "
-                "needs it; remove one of them"
+                "a teacher of denoising steps takes the place of the reference policy, which another part of the "
+                "algorithm needs; remove one of the two"
             )
         rollouts.ref_prediction = self.teacher.prediction(rollouts, context)
         return DecisionColumn(rollouts.mask.clone())

@@ -65,7 +65,7 @@ class TokenTeachers(Teachers):
         token ids do not describe, such as one with images."""
         raise NotImplementedError
 
-    def spelled(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         """Returns the token ids of a string, without special tokens."""
         raise NotImplementedError
 

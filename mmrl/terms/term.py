@@ -52,13 +52,13 @@ class Term(Choice):
 
     @property
     def learns_from(self) -> frozenset[RolloutKind]:
-        """Returns the kinds of rollouts that it is about alone, so that rollout.extras must have a source of one of
-        them; empty: it is about all rollouts."""
+        """Returns the only kinds of rollouts that the term applies to, so that rollout.extras must have a source of one
+        of them; empty: it applies to all rollouts."""
         return frozenset()
 
     @property
-    def at_rest(self) -> str:
-        """Returns `at_one_update`, as it applies to these settings."""
+    def note_at_one_update(self) -> str:
+        """Returns `at_one_update` for the term's settings; a term that wraps another one returns the other's note."""
         return self.at_one_update
 
     @property
@@ -116,15 +116,15 @@ class Shaper(Choice):
         "implicit_process": "mmrl.terms.shapers.implicit:ImplicitProcess",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
-    uses_environment_rewards: ClassVar[bool] = False  # rewards of the environment's turns, not only the task's
+    uses_environment_rewards: ClassVar[bool] = False  # reads the rewards that the environment gives for turns
     learns_from_equal_rewards: ClassVar[bool] = (
         False  # whether a group of equal rewards may get advantages other than 0
     )
-    at_dynamic_sampling: ClassVar[str] = ""  # what it does if dynamic sampling drops groups; "": the same as otherwise
+    at_dynamic_sampling: ClassVar[str] = ""  # why it has no effect with dynamic sampling; "": it has one
 
     @property
     def needs_turn_rewards(self) -> bool:
-        """Returns whether it has no effect if the environment gives no rewards for turns."""
+        """Returns whether the shaper needs rewards for turns from the environment; without them it has no effect."""
         return False
 
     @property
@@ -137,7 +137,8 @@ class Shaper(Choice):
 
     @abstractmethod
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Returns the changed advantages of this rank's rollouts, [rollout, decision], as `advantages`."""
+        """Returns the changed advantages of this rank's rollouts, of the same shape as `advantages` [rollout,
+        decision]."""
 
 
 class Mask(Choice):

@@ -51,7 +51,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("weights: of worse ones", W, "(advantages / self.temperature).exp()", "(-advantages / self.temperature).exp()", WEIGHTED),
     ("weights: unbounded", W, ".exp().clamp(max=self.most)", ".exp()", WEIGHTED),
     ("weights: negative ones too", W, 'advantages.relu() if self.form == "positive"', 'advantages if self.form == "positive"', WEIGHTED),
-    ("term: of any origin", W, "((origin == wanted) & ~returns.isnan())", "(~returns.isnan())", WEIGHTED),
+    ("term: of any origin", W, "((origin == selected_origin) & ~returns.isnan())", "(~returns.isnan())", WEIGHTED),
     ("term: the critic learns from it", W, "value[:, 0].detach()", "value[:, 0]", WEIGHTED),
     ("recorded: weights have a gradient", "mmrl/algorithms/recorded/weighted.py", "self.difference(micro, replay).detach()",
      "self.difference(micro, replay)", WEIGHTED),

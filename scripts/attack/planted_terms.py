@@ -11,7 +11,7 @@ MORE, SHAPERS, FORMER = ("joints/test_more_terms.py",), ("joints/test_shapers.py
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("kl: directions swapped", K, 'if self.direction == "forward":', 'if self.direction != "forward":', MORE),
     ("kl: reverse without its weights", K, 'if self.direction == "unweighted" else', 'if self.direction == "reverse" else', MORE),
-    ("kl: forward looks back", K, "kl_estimate(old, now, kind=estimator)", "kl_estimate(now, old, kind=estimator)", MORE),
+    ("kl: forward looks back", K, "kl_estimate(old, logp, kind=estimator)", "kl_estimate(logp, old, kind=estimator)", MORE),
     ("kl: the old policy is the reference", K, "        return old_logp(micro, replay)\n", "        return 0 * old_logp(micro, replay)\n", MORE),
     ("kl: decay is hard-coded", K, "frozenset({self.decay})", "frozenset({0.9})", MORE),
     ("kl: the reference is never taken anew", K, "| Needs(reference=reference)", "| Needs()", ("joints/test_steps.py",)),

@@ -120,7 +120,7 @@ def test_the_other_policy_of_kl_says_it_in_its_description():
     assert "at one update: the ratio is 1: the divergence is 0" in "\n".join(describe_methods("old"))
     assert [name for name in OtherPolicy.kinds if kind_of(OtherPolicy, name).at_one_update] == ["old"]
     assert [name for name in Term.kinds if kind_of(Term, name).at_one_update] == ["likelihood_drop"]
-    assert choose(Term, {"type": "kl", "against": "old"}).at_rest
+    assert choose(Term, {"type": "kl", "against": "old"}).note_at_one_update
 
 
 # --- a lambda by length ---

@@ -40,8 +40,8 @@ class Baseline(Choice):
         "greedy": "mmrl.algorithms.baselines.greedy:Greedy",
     }
     test: ClassVar[str] = "tests/joints/test_advantages.py"
-    uses_other_rollouts: ClassVar[bool] = True  # of the group; then a group of one rollout has no baseline
-    zero_if_equal: ClassVar[bool] = False  # equal rewards of a group give exactly 0, also after later normalization
+    uses_other_rollouts: ClassVar[bool] = True  # of the group, so that a group of one has no baseline
+    zero_if_equal: ClassVar[bool] = False  # advantages of equal rewards are exactly 0, also after normalization
     single_reward_only: ClassVar[bool] = False  # does not work with separate baselines for several rewards
     default_scale: ClassVar[str] = "group_std"  # `algorithm.scale` if the job sets none, as in the baseline's paper
 
@@ -66,8 +66,8 @@ class Baseline(Choice):
     def center(self, rewards: Tensor, index: Tensor, group_moments: Moments, batch: Batch) -> Tensor:
         """Subtracts a statistic of the group, [rollout of all ranks]; by default nothing. NaN stays NaN.
 
-        rewards: from which `compute` is already subtracted; index: [rollout], the group of each rollout from 0;
-        group_moments: moments of the rewards of each group. The scale is computed from the rewards before this.
+        rewards: [rollout of all ranks], after `compute` was subtracted; index: [rollout of all ranks], the group of
+        each rollout, from 0; group_moments: moments of the rewards of each group. The scale is computed from `rewards`.
         """
         return rewards
 

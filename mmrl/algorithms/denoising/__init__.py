@@ -1,1 +1,1 @@
-"""Objectives of denoisers that need no chain of denoising steps, or its gradient."""
+"""Objectives of denoisers that need no recorded chain of denoising steps, or that differentiate through it."""

@@ -23,7 +23,7 @@ class DistributionMatching(RewardedAlgorithm):
     """The cross-entropy of the policy to the reference policy tilted by exp(reward / alpha).
 
     It is estimated from the rollouts of a group with self-normalized importance weights. In small groups one rollout
-    has nearly all the weight, and yet all rollouts are made more likely, so `weight_baseline` is subtracted from the
+    has nearly all the weight, but all rollouts are made more likely, so `weight_baseline` is subtracted from the
     weights. For masked diffusion models the log-likelihood is unmasking.likelihood={type: elbo}.
     """
 
@@ -64,7 +64,7 @@ class DistributionMatching(RewardedAlgorithm):
         rollouts = batch.rollouts
         assert rollouts.ref_logp is not None and rollouts.old_logp is not None
         log_ratio = (rollouts.ref_logp - rollouts.old_logp).cpu().where(rollouts.mask, 0).sum(1)
-        log_ratio, group = batch.gather(log_ratio), batch.column("group")  # from here on of all ranks
+        log_ratio, group = batch.gather(log_ratio), batch.column("group")  # from here on: of all ranks
         rewards = batch.combined_rewards() / self.alpha.value
         in_loss = ~rewards.isnan() & (batch.column("length") > 0)
         weights = torch.zeros(len(rewards))
@@ -112,7 +112,7 @@ class DistributionMatching(RewardedAlgorithm):
         return loss, {"weights/less_baseline": weight.detach().expand_as(values)}
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Raises NotImplementedError: the loss is one of whole groups, see `objective`."""
+        """Raises NotImplementedError: the loss is computed for whole groups, see `objective`."""
         raise NotImplementedError(f"algorithm.type={self.type} computes its loss for whole groups in `objective`")
 
 

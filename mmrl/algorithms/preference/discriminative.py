@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Discriminative(GroupLoss):
-    """Trains right rollouts of a group to score above its wrong ones, with larger weights of high-scoring wrong ones.
+    """Trains right rollouts of a group to score above its wrong ones, with larger weights for high-scoring wrong ones.
 
     There is no clip, and prompts have equal weights. As in the released code, groups that are all right or all wrong
     are in the divisor, unless `divisor` is contrasting. To bound the drift, add the term kl against old, with a
@@ -26,7 +26,7 @@ class Discriminative(GroupLoss):
 
     equation: ClassVar[str] = (
         "-mean_right s + tau log mean_wrong exp(s / tau), s = mean_t logp (or mean_t r), summed over the groups that "
-        "have both and divided by the number of all, or of those; tau null: mean_wrong s"
+        "have both and divided by the number of all groups, or of these; tau null: mean_wrong s"
     )
     source: ClassVar[str] = "DisCO, arXiv 2505.12366, by its released code, Optimization-AI/DisCO at bd2b078"
     type: str = "discriminative"
@@ -35,7 +35,8 @@ class Discriminative(GroupLoss):
     threshold: float = option(0.5, "an answer is right if its reward is above it")
 
     divisor: Literal["prompts", "contrasting"] = option(
-        "prompts", "divisor of the sum over groups. prompts: their number; contrasting: those with right and wrong ones"
+        "prompts",
+        "divisor of the sum over groups. prompts: all groups; contrasting: groups with both right and wrong rollouts",
     )
 
     @property

@@ -44,11 +44,12 @@ class GroupLoss(Algorithm):
         return super().denominators(micro) | {"groups": torch.tensor(len(chosen_and_rejected(micro)))}
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Raises NotImplementedError: the loss is one of whole groups, see `objective`."""
+        """Raises NotImplementedError: the loss is computed for whole groups, see `objective`."""
         raise NotImplementedError(f"algorithm.type={self.type} computes its loss for whole groups in `objective`")
 
     def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes the mean of the groups' losses, 0-d, and statistics [rollout], at one row of each group."""
+        """Computes the mean of the groups' losses, 0-d, and statistics [rollout]: the value of a group is in the row of
+        its first chosen rollout, all other rows are NaN."""
         import torch
 
         losses: list[Tensor] = []
@@ -58,7 +59,7 @@ class GroupLoss(Algorithm):
             losses.append(loss)
             for name, statistic in group_stats.items():
                 stats.setdefault(name, torch.full((len(micro),), torch.nan))[chosen[0]] = statistic.detach().cpu()
-        # without a group, a 0 that is attached to the graph
+        # without a group the loss is 0, and still attached to the graph
         total = torch.stack(losses).sum() if losses else replay.logp.where(reduction.mask, 0).sum() * 0
         return total / reduction.totals["groups"].to(total.device).clamp(min=1), stats
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Prompt, Replay, Rollouts
 
-CLIP = 0.1  # D3PO's train.eps
+CLIP = 0.1  # the default of D3PO's released code, train.eps
 
 
 class StepwisePreference(Preference):
@@ -87,7 +87,8 @@ class PairCollection(Demonstrations):
 
 
 class OfflinePreference(StepwisePreference):
-    """Offline DPO on pairs of a data set: the prompt's demonstration is chosen, `rejected` of its metadata rejected."""
+    """Offline DPO on pairs of a data set: the prompt's demonstration is chosen, its metadata["rejected"] is
+    rejected."""
 
     equation: ClassVar[str] = (
         "level decision: stepwise_preference's; sequence: preference's, with sums over decisions before the sigmoid"

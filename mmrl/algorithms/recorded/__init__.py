@@ -1,1 +1,1 @@
-"""Learning from recorded episodes, failures too, without a simulator's new ones."""
+"""Learning from recorded episodes, including failures, without new episodes in a simulator."""

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class AdvantageConditioned(RecordedSteps):
-    """Imitation of recorded steps, failures too, under a prompt that says whether the step earned more than a critic
-    expects (action.labels). Episodes are then played under the label of good ones. The critic reads prompts without a
-    label, which a share of the steps has."""
+    """Imitation of recorded steps, including failures, under a prompt with a label (action.labels) that says whether
+    the step's return is higher than a critic expects. New episodes are then played under the label of good steps. The
+    critic learns from prompts without a label, which a share of the steps has."""
 
     equation: ClassVar[str] = (
         "-logp(a | s, label) + value_coefficient |expectile - 1[R < V]| (R - V)^2 of steps without a label; good where "
@@ -50,7 +50,8 @@ class AdvantageConditioned(RecordedSteps):
         self._policy = policy
 
     def prepare_demonstrations(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Returns prompts with a label in their metadata, "" for none. Raises UserError as `check_returns`."""
+        """Returns prompts with a label in their metadata, "" for none. Raises UserError like
+        `check_returns`."""
         import torch
 
         check_returns(f"algorithm.type={self.type}", prompts)
@@ -62,7 +63,8 @@ class AdvantageConditioned(RecordedSteps):
         bound = differences.quantile(1 - self.positive)
         labelled = []
         for prompt, difference in zip(prompts, differences.tolist(), strict=True):
-            # The value moves with the weights: a step that comes again is drawn anew, and a resumed run draws the same.
+            # The seed depends on the critic's value, which changes with the weights: a step that is used again gets a
+            # new draw, and a resumed run repeats its draws.
             drops = random.Random(f"{prompt.id} {difference!r}").random() < self.dropout
             label = "" if drops else good if difference > bound else bad
             labelled.append(replace(prompt, metadata={**prompt.metadata, "label": label}))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class ImplicitQLearning(Algorithm):
-    """Imitation of recorded steps, failures too, each weighted by how much better its actions are than usual, by Q
-    networks that learn from the same steps. Unlike advantage_weighted it credits a step for what could be earned from
-    the next observation on, not for what its own episode earned."""
+    """Imitation of recorded steps, including failures, each weighted by the advantage of its actions under Q networks
+    that learn from the same steps. Unlike advantage_weighted, it credits a step for the value of the next observation,
+    not for what its own episode earned from there on."""
 
     equation: ClassVar[str] = (
         "-w(Q(s, a) - V(s)) logp; V: |expectile - 1[u < 0]| u^2 with u = min_i Q'_i(s, a) - V(s); Q_i: (r + gamma^k "
@@ -46,7 +46,7 @@ class ImplicitQLearning(Algorithm):
         return Needs(measurements=(self.measurement,))
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Returns Q - V of each step. Raises UserError for a step whose episode does not say what it earned."""
+        """Returns Q - V of each step. Raises UserError for a step whose episode has no recorded reward."""
         check_returns(f"algorithm.type={self.type}", [sample.prompt for sample in batch.rollouts.samples])
         return estimates_of(batch.rollouts, self.measurement)["advantage"]
 

@@ -27,10 +27,13 @@ class RecordedSteps(Algorithm):
     test: ClassVar[str] = "tests/joints/test_advantage_weighted.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "demonstrations"
     collection: ClassVar[CollectionSettings] = Demonstrations
-    returns: StepReturns = option(StepReturns(), "what a step is compared with its value by")
+    returns: StepReturns = option(StepReturns(), "return of a step, which is compared with the critic's value")
     critic: CriticSettings = option(SharedCritic(), "estimates the return from an observation on")
     expectile: float = option(
-        0.5, "of returns that the critic learns; 0.5: their mean, above it nearer to the best of them", gt=0, lt=1
+        0.5,
+        "expectile of the returns that the critic learns; 0.5: their mean; higher: nearer to the best ones",
+        gt=0,
+        lt=1,
     )
     value_coefficient: float = option(0.5, "weight of the critic's loss", gt=0)
 
@@ -39,8 +42,8 @@ class RecordedSteps(Algorithm):
         return Needs(offers=frozenset({"critic"}), critic=self.critic)
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Returns 1 for every step, and stores its return. Raises UserError for a step whose episode does not say what
-        it earned."""
+        """Returns 1 for every step, and stores its return. Raises UserError for a step whose episode has no
+        recorded reward."""
         import torch
 
         from mmrl.rollouts import Column

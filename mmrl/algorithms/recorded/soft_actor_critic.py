@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class SoftActorCritic(Algorithm):
     """Off-policy learning: Q networks learn from stored policy steps, and the policy climbs their gradient through its
-    actions. New episodes are stored, and nothing else is learned from them.
+    actions. New episodes are only stored; the policy learns from them later.
 
     A training step learns from the steps that rollout.extras=[stored_steps] draws, in `minibatches` updates of the
     policy, after `q.updates` updates of the Q networks. With demonstrations as a second source it is RLPD."""
@@ -38,7 +38,7 @@ class SoftActorCritic(Algorithm):
     learns_from: ClassVar[frozenset[RolloutKind]] = frozenset({"replayed", "proposals", "demonstrations"})
     type: str = "soft_actor_critic"
     of: Literal["least", "mean"] = option(
-        "least", "what the policy climbs: the least of the Q networks' values, or their mean"
+        "least", "what the policy maximizes: the least of the Q networks' values, or their mean"
     )
     returns: StepReturns = option(StepReturns(simulator_reward=1.0), "rewards that Q sums")
     q: SoftQFunctions = option(SoftQFunctions(), "the Q networks, and the bonus for entropy")
@@ -53,8 +53,8 @@ class SoftActorCritic(Algorithm):
         return self.actor.needs
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Returns 0, since nothing is learned from what an episode earned as a whole. Raises UserError for a
-        demonstrated step whose episode does not say what it earned."""
+        """Returns 0, since the loss does not use advantages. Raises UserError for a demonstrated step whose
+        episode has no recorded reward."""
         import torch
 
         check_returns(f"algorithm.type={self.type}", demonstrated(batch.rollouts))
@@ -68,22 +68,24 @@ class SoftActorCritic(Algorithm):
         import torch
 
         values, stats = self.actor.values(micro, replay)
-        # In the graph, with a gradient of 0, where no step is recorded yet.
+        # The second summand is 0. It attaches the loss to the graph where no step is recorded yet.
         return values + replay.logp.where(torch.zeros_like(replay.logp, dtype=torch.bool), 0), stats
 
     def reduction(self, micro: Rollouts, totals: dict[str, Tensor], length: int, device: torch.device) -> Reduction:
         reduction = super().reduction(micro, totals, length, device)
-        return Reduction(reduction.mode, learned(micro).to(device), totals, length, reduction.segments)
+        return Reduction(reduction.mode, recorded_decisions(micro).to(device), totals, length, reduction.segments)
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         from mmrl.core.reduce import denominator
 
-        return {"decisions": denominator(learned(micro), mode=self.reduce_mode, segments=self.segments(micro))}
+        return {
+            "decisions": denominator(recorded_decisions(micro), mode=self.reduce_mode, segments=self.segments(micro))
+        }
 
     def counted_mask(self, name: str, micro: Rollouts) -> Tensor:
-        return learned(micro) if name.startswith("q_gradient/") else super().counted_mask(name, micro)
+        return recorded_decisions(micro) if name.startswith("q_gradient/") else super().counted_mask(name, micro)
 
 
-def learned(micro: Rollouts) -> Tensor:
+def recorded_decisions(micro: Rollouts) -> Tensor:
     """Returns which decisions belong to recorded policy steps, [rollout, decision] bool."""
     return micro.mask & micro.recorded[:, None].to(micro.mask.device)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class AdvantageWeighted(RecordedSteps):
-    """Imitation of recorded steps, failures too, each weighted by how much more its episode earned from there on than a
-    critic expects. It needs no new episodes: task.demonstrations brings the data."""
+    """Imitation of recorded steps, including failures, each weighted by how much its return exceeds the value that a
+    critic expects. It needs no new episodes: task.demonstrations has the data."""
 
     equation: ClassVar[str] = (
         "-w(R - V(s)) logp + value_coefficient |expectile - 1[R < V]| (R - V)^2, w without gradient, R the discounted "

@@ -25,7 +25,7 @@ class SequenceEntropy(Transform):
     source: ClassVar[str] = "GRPO-S, arXiv 2508.04349"
     type: str = "sequence_entropy"
     beta_1: float = option(1.0, "weight of the reward", ge=0)
-    beta_2: float = option(0.1, "weight of the part by entropy", ge=0)
+    beta_2: float = option(0.1, "weight of the entropy-dependent part", ge=0)
     threshold: float = option(0.5, "a rollout is right if its reward is above it")
 
     @property

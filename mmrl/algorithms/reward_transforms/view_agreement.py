@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 class ViewAgreement(Transform):
     """A bonus for an answer by how often it occurs among answers to a view of the prompt, such as a mirrored image.
 
-    In answers to a mirrored image, words such as left and right are swapped first (`swaps`). No label is needed.
+    In answers to the view, words such as left and right are swapped first (`swaps`). No label is needed.
     """
 
     equation: ClassVar[str] = (
         "r <- r + bonus min(n, m) / n, n and m the number of times that the answer occurs in the group and under the "
-        "view: the fraction that an optimal transport between both matches if equal answers cost nothing"
+        "view: the fraction that an optimal transport between the two sets matches if equal answers cost nothing"
     )
     source: ClassVar[str] = "reconstructed from OT-GRPO: matching of paired groups under flips and swaps"
     test: ClassVar[str] = "tests/joints/test_view_contrast.py"
     type: str = "view_agreement"
-    view: View = option(Mirrored(), "change of the prompt, which is answered again by as many responses")
+    view: View = option(
+        Mirrored(), "change of the prompt; the policy answers the changed prompt too, as often as the original one"
+    )
     bonus: float = option(1.0, "bonus of an answer that is fully matched", gt=0)
     swaps: dict[str, str] = option({}, "words that swap their meaning under the view, such as {left: right}")
 

@@ -29,7 +29,10 @@ class ViewContrast(Transform):
     source: ClassVar[str] = "T-GRPO, Video-R1, arXiv 2503.21776"
     test: ClassVar[str] = "tests/joints/test_view_contrast.py"
     type: str = "view_contrast"
-    view: View = option(ShuffledFrames(), "change of the prompt, which is answered again by as many responses")
+    view: View = option(
+        ShuffledFrames(),
+        "change of the prompt; the policy answers the changed prompt too, as often as the original one",
+    )
     bonus: float = option(0.3, "bonus of a right response", gt=0)
     margin: float = option(0.8, "factor of the accuracy under the view", gt=0)
 

@@ -17,8 +17,7 @@ class Components(Choice):
     """A combination of several rewards to one advantage.
 
     A class of your own overrides one of two methods: `total` combines the rewards, `combine` their advantages. Common
-    arguments are rewards: [rollout, component], NaN where unknown; weights: [component]; names: those of the
-    components.
+    arguments are rewards: [rollout, component], NaN where unknown; weights: [component]; names: their names.
     """
 
     title: ClassVar[str] = "components"
@@ -47,8 +46,8 @@ class Components(Choice):
         return combined_reward(rewards, weights)
 
     def varied(self, rewards: Tensor, group: Tensor, weights: Tensor, names: list[str]) -> Tensor:
-        """Returns whether the rewards differ within the rollout's group, [rollout] bool; by default, the combined
-        ones."""
+        """Returns whether the rewards differ within the rollout's group, [rollout] bool; by default, whether the
+        combined reward differs."""
         from mmrl.core.filters import varied_groups
 
         return varied_groups(self.total(rewards, weights, names), group)

@@ -40,7 +40,7 @@ class QuantileBucketStd(Scale):
 
         group, values = batch.column("group"), batch.column(f"group/{self.by}")  # values: the group's mean, [rollout]
         known = ~values.isnan()
-        by_group = torch.zeros(1)
+        by_group = torch.zeros(1)  # any value, since no group needs it if none is known
         if known.any():
             by_group = torch.stack([values[group == g][0] for g in group[known].unique()])
         cuts = by_group.quantile(torch.arange(1, self.count).to(by_group) / self.count)

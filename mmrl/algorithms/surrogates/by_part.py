@@ -20,7 +20,7 @@ OTHER_SURROGATES = {name: path for name, path in Surrogate.kinds.items() if name
 
 
 class ByPart(Surrogate):
-    """One surrogate for the text tokens of a response, and another one for its image tokens or denoising steps.
+    """Separate surrogates for the text tokens of a response and for its image tokens or denoising steps.
 
     So a text token may have a wider clip range than one of hundreds of image tokens, for example.
     """
@@ -44,7 +44,8 @@ class ByPart(Surrogate):
         for name, surrogate in (("text", self.text), ("image", self.image)):
             if type(surrogate).objective not in (Surrogate.objective, Clip.objective):
                 raise ValueError(
-                    f"{name}={surrogate.type} compares whole rollouts; use clip or another one of single decisions"
+                    f"{name}={surrogate.type} compares whole rollouts; use clip or another surrogate that treats each "
+                    "decision alone"
                 )
         return self
 
@@ -53,10 +54,11 @@ class ByPart(Surrogate):
         return Needs(offers=frozenset({"parts"})) | self.text.needs | self.image.needs
 
     @property
-    def at_rest(self) -> str:
-        """Returns the notes of both parts."""
+    def note_at_one_update(self) -> str:
+        """Returns what the two surrogates do if all ratios are 1, each with the name of its part."""
         parts = (("text", self.text), ("image", self.image))
-        return "; ".join(f"{name}: {surrogate.at_rest}" for name, surrogate in parts if surrogate.at_rest)
+        notes = ((name, surrogate.note_at_one_update) for name, surrogate in parts)
+        return "; ".join(f"{name}: {note}" for name, note in notes if note)
 
     def prepare(self, batch: Batch) -> None:
         self.text.prepare(batch)

@@ -102,7 +102,8 @@ class SqrtClip(Surrogate):
 
         from mmrl.rollouts import old_logp
 
-        inverse_sqrt = (-old_logp(micro, replay) / 2).clamp(max=20).exp()  # 1 / sqrt(p_old)
+        # 1 / sqrt(p_old), at most e^20, so that it stays finite
+        inverse_sqrt = (-old_logp(micro, replay) / 2).clamp(max=20).exp()
         low = (1 - math.sqrt(self.low.value) * inverse_sqrt).clamp(min=self.least)
         high = (1 + math.sqrt(self.high.value) * inverse_sqrt).clamp(max=self.most)
         ratio = log_ratio.exp()
@@ -117,7 +118,7 @@ class SqrtClip(Surrogate):
 class BoundaryChance(Clipped):
     """PPO's clip, but a decision slightly beyond the bound keeps its gradient with a certain probability (NSR).
 
-    A random number per decision is uniform once per step.
+    Whether it keeps the gradient is drawn once per step, for each decision.
     """
 
     equation: ClassVar[str] = (
@@ -126,7 +127,7 @@ class BoundaryChance(Clipped):
     )
     source: ClassVar[str] = "reconstructed from what NSR, arXiv 2605.22703, says of its stochastic boundary"
     test: ClassVar[str] = TEST
-    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: nothing is past a bound"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: no ratio is past a bound"
     type: str = "boundary_chance"
     band: float = option(0.1, "width of the range beyond the bound", gt=0)
     keep: float = option(0.5, "probability that a decision in that range keeps its gradient", ge=0, le=1)

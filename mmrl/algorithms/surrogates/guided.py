@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Guided(Clipped):
     """PPO's clip for the policy's own rollouts, and a shaped likelihood p / (p + gamma) for demonstrations.
 
-    The gradient of the latter is largest for tokens of probability about gamma. It needs a source of demonstrations
-    such as `guided_groups`.
+    The gradient for a demonstration is largest at tokens of probability about gamma. The surrogate needs a source of
+    demonstrations such as `guided_groups`.
     """
 
     equation: ClassVar[str] = "clip's; for demonstrations -A p / (p + gamma), p = exp(logp), not clipped"

@@ -63,8 +63,8 @@ class Surrogate(Choice):
         return Needs()
 
     @property
-    def at_rest(self) -> str:
-        """Returns `at_one_update`, as it applies to these settings."""
+    def note_at_one_update(self) -> str:
+        """Returns `at_one_update` for these settings; `by_part` joins the notes of its two surrogates."""
         return self.at_one_update
 
     def prepare(self, batch: Batch) -> None:

@@ -96,7 +96,7 @@ class SequenceMask(Surrogate):
     equation: ClassVar[str] = "-r A, or 0 for all decisions of a rollout with max_t divergence_t > bound"
     source: ClassVar[str] = "reconstructed from trust region masking, arXiv 2512.23075"
     test: ClassVar[str] = TEST
-    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: nothing is dropped but what another engine sampled"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: only rollouts that another engine sampled can be dropped"
     type: str = "sequence_mask"
     bound: float = option(description="largest divergence of a decision", gt=0)
     estimate: Literal["k3", "tv", "kl"] = option(
@@ -111,15 +111,15 @@ class SequenceMask(Surrogate):
         from mmrl.core.regularizers import kl_estimate, token_divergence
         from mmrl.rollouts import old_logp
 
-        now, old = replay.logp.detach(), old_logp(micro, replay)
+        logp, old = replay.logp.detach(), old_logp(micro, replay)
         if micro.behaviour_logp is not None:
-            behaviour = micro.behaviour_logp.to(now.device)
+            behaviour = micro.behaviour_logp.to(logp.device)
             old = behaviour.where(~behaviour.isnan(), old)
         if self.estimate == "k3":
-            divergence = kl_estimate(old, now, kind="k3")  # in this order: the old policy sampled the rollouts
+            divergence = kl_estimate(old, logp, kind="k3")  # in this order: the old policy sampled the rollouts
         else:
-            divergence = token_divergence(now, old, kind=self.estimate)
-        largest = divergence.where(micro.mask.to(now.device), 0).amax(1, keepdim=True)
+            divergence = token_divergence(logp, old, kind=self.estimate)
+        largest = divergence.where(micro.mask.to(logp.device), 0).amax(1, keepdim=True)
         dropped = (largest > self.bound).expand_as(log_ratio)
         ratio = log_ratio.exp()
         values = (-ratio * advantages).where(~dropped, 0)

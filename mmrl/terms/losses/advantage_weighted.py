@@ -1,4 +1,4 @@
-"""Imitation of stored or demonstrated policy steps, weighted by how much better than expected they turned out."""
+"""Imitation of stored or demonstrated policy steps, weighted by how much their return exceeds the critic's value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class AdvantageWeights(Section):
         "exponential",
         "exponential: min(exp(A / temperature), most); positive: max(A, 0); binary: 1 where A > 0, else 0",
     )
-    temperature: float = option(1.0, "of the exponential, in units of the return: smaller ones are choosier", gt=0)
+    temperature: float = option(
+        1.0, "temperature of the exponential, in units of the return; smaller: more weight on the best steps", gt=0
+    )
     most: float = option(20.0, "largest weight of the exponential", gt=0)
 
     def of(self, advantages: Tensor) -> Tensor:
@@ -37,13 +39,14 @@ class AdvantageWeights(Section):
 
 
 class StepReturns(Section):
-    """The return of a stored step: what the simulator and the task paid from it on."""
+    """The return of a stored step: the discounted rewards of the simulator and the task from this step on."""
 
     gamma: float = option(0.99, "discount of an action of the simulator", gt=0, le=1)
     simulator_reward: float = option(0.0, "weight of the simulator's own reward, beside the outcome", ge=0)
 
     def of(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Returns the return of each step, [prompt] float32; NaN where its prompt does not say what it earned."""
+        """Returns the return of each step, [prompt] float32; NaN where no reward of its episode was recorded, so that
+        the prompt's metadata has no `tail` (`EpisodeTail`)."""
         import torch
 
         tails = [prompt.metadata.get("tail") for prompt in prompts]
@@ -54,8 +57,8 @@ class StepReturns(Section):
 
 
 def check_returns(key: str, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError for the first recorded step whose prompt does not say what its episode earned. key: the key of
-    the part of the configuration that learns from it."""
+    """Raises UserError for the first recorded step whose episode has no recorded reward. key: the configuration key of
+    the part that learns from these steps."""
     from mmrl.errors import UserError
 
     for prompt in prompts:
@@ -87,9 +90,11 @@ class AdvantageWeightedTerm(Term):
     test: ClassVar[str] = "tests/joints/test_advantage_weighted.py"
     type: str = "advantage_weighted"
     coefficient: Schedule = number(0.1, "weight of the term", ge=0)
-    of: Literal["replayed", "demonstrations"] = option("replayed", "those of rollout.extras of this kind")
+    of: Literal["replayed", "demonstrations"] = option(
+        "replayed", "rollouts that the term applies to: those of this kind from rollout.extras"
+    )
     weights: AdvantageWeights = option(AdvantageWeights(), "weight of a step by its advantage")
-    returns: StepReturns = option(StepReturns(), "what a step is compared with its value by")
+    returns: StepReturns = option(StepReturns(), "return of a step, which is compared with the critic's value")
 
     @property
     def learns_from(self) -> frozenset[RolloutKind]:
@@ -112,10 +117,10 @@ class AdvantageWeightedTerm(Term):
         from mmrl.rollouts import DEMONSTRATION, REPLAYED, Column, require
 
         value, logp = require(replay.value, "values"), replay.logp
-        wanted = REPLAYED if self.of == "replayed" else DEMONSTRATION
+        selected_origin = REPLAYED if self.of == "replayed" else DEMONSTRATION
         returns = micro.extra(self.key, Column).values.to(logp.device)
         origin = require(micro.origin, "origins").to(logp.device)
-        chosen = ((origin == wanted) & ~returns.isnan())[:, None].expand(logp.shape)
+        chosen = ((origin == selected_origin) & ~returns.isnan())[:, None].expand(logp.shape)
         advantages = (returns - value[:, 0].detach())[:, None].expand(logp.shape)
         weights = self.weights.of(advantages.nan_to_num())
         stats = {"advantage": advantages, "weight": weights}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Replay, Rollouts
 
 METRIC = "distillation/kl"
-NOT_LISTED = -50.0  # log-probability of padding, which so has no part in the divergence
+NOT_LISTED = -50.0  # log-probability of padding: exp(-50) is about 0, so padding adds nothing to the divergence
 
 
 class DivergenceEstimator(Choice):
@@ -198,14 +198,14 @@ class VelocityDistance(StepDivergence):
 class TeacherDivergence(Section):
     """The divergence of the student from a teacher at each decision of the student's own rollouts."""
 
-    teacher: Teacher = option(description="the teacher", kinds=ALONE_OR_BY_TAG)
+    teacher: Teacher = option(description="model that the student is distilled from", kinds=ALONE_OR_BY_TAG)
     estimator: DivergenceEstimator = option(SampledDivergence(), "estimator of the divergence of a decision")
     direction: Literal["reverse", "forward"] = option(
         "reverse", "reverse: KL(student || teacher), which seeks one mode; forward: KL(teacher || student)"
     )
 
     @model_validator(mode="after")
-    def _comparable(self) -> TeacherDivergence:
+    def _check_estimator(self) -> TeacherDivergence:
         self.estimator.needs_of(self.teacher)
         if self.estimator.compares_steps and self.direction != "reverse":
             raise ValueError(f"estimator={self.estimator.type} has one direction only; remove direction")

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Replay, Rollouts
 
-STEP_ESTIMATORS = {
-    "exact": "gaussian",
-    "velocity": "velocity",
-}  # of denoising steps; values: what the policy must offer
+# estimators for denoising steps -> what the policy must offer
+STEP_ESTIMATORS = {"exact": "gaussian", "velocity": "velocity"}
 SAMPLE_ESTIMATORS = ("k1", "k2", "k3", "absolute")
 
 
@@ -158,11 +156,11 @@ class OldPolicy(OtherPolicy):
         from mmrl.core.ratios import BOUND
         from mmrl.core.regularizers import kl_estimate
 
-        now, old = replay.logp, self.logp(micro, replay)
+        logp, old = replay.logp, self.logp(micro, replay)
         if self.direction == "forward":
-            return kl_estimate(old, now, kind=estimator)
-        kl = kl_estimate(now, old, kind=estimator)
-        return kl if self.direction == "unweighted" else kl * (now - old).clamp(-BOUND, BOUND).exp()
+            return kl_estimate(old, logp, kind=estimator)
+        kl = kl_estimate(logp, old, kind=estimator)
+        return kl if self.direction == "unweighted" else kl * (logp - old).clamp(-BOUND, BOUND).exp()
 
 
 class PolicyUnderView(OtherPolicy):
@@ -289,13 +287,13 @@ class KL(Term):
     against: OtherPolicy = option(InitialReference(), "policy that the divergence is measured from")
     estimator: Literal["k1", "k2", "k3", "absolute", "exact", "velocity"] = option(
         "k3",
-        "k1, k2, k3, absolute: from single samples, k1 with an expected gradient of 0; exact, velocity: of denoising "
-        "steps, from the reference",
+        "k1, k2, k3, absolute: from single samples, k1 with an expected gradient of 0; exact, velocity: for denoising "
+        "steps, against the reference",
     )
     weighting: KLWeighting | None = option(None, "weights of decisions; null: equal")
 
     @model_validator(mode="after")
-    def _comparable(self) -> KL:
+    def _check_estimator(self) -> KL:
         if self.estimator not in self.against.estimators:
             raise ValueError(
                 f"estimator={self.estimator} does not work with against={self.against.type}; set it to one of "
@@ -309,7 +307,7 @@ class KL(Term):
         return needs if self.weighting is None else needs | self.weighting.needs
 
     @property
-    def at_rest(self) -> str:
+    def note_at_one_update(self) -> str:
         return self.against.at_one_update
 
     @property

@@ -40,8 +40,8 @@ class OfPart(Term):
         self.term.prepare(batch)
 
     @property
-    def at_rest(self) -> str:
-        return self.term.at_rest
+    def note_at_one_update(self) -> str:
+        return self.term.note_at_one_update
 
     @property
     def remark(self) -> str:

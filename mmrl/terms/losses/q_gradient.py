@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class EntropyBonus(Section):
     """The weight of the policy's entropy in the targets of Q and in the policy's objective."""
 
-    temperature: float = option(0.1, "weight before training", gt=0)
+    temperature: float = option(0.1, "weight of the entropy before training", gt=0)
     target: float | None = option(
         -1.0,
-        "entropy in nats per number of a chunk, to which the weight is adapted; null: the weight is fixed",
+        "target entropy in nats per action coordinate, to which the weight is adapted; null: the weight is fixed",
     )
     lr: float = option(3e-4, "learning rate of the weight's logarithm", gt=0)
 
@@ -48,7 +48,7 @@ class SoftQFunctions(QNetworks):
 class QGradient(Term):
     """The Q value of an action that the policy samples at each recorded observation: its gradient goes through the
     action. Q networks learn from recorded steps, which rollout.extras=[stored_steps] brings; with
-    rollout.extras=[action_proposals] it goes with action heads that cannot score recorded actions too."""
+    rollout.extras=[action_proposals] it also works for action heads that cannot score recorded actions."""
 
     equation: ClassVar[str] = (
         "coefficient (temperature log pi(a | s) - min_i Q_i(s, a)), a = a(s, noise) of the current policy, s recorded; "
@@ -61,7 +61,9 @@ class QGradient(Term):
     test: ClassVar[str] = "tests/joints/test_q_gradient.py"
     type: str = "q_gradient"
     coefficient: Schedule = number(1.0, "weight of the term", ge=0)
-    of: Literal["least", "mean"] = option("least", "of the Q networks' values the least counts, or their mean")
+    of: Literal["least", "mean"] = option(
+        "least", "value that the policy maximizes: the least of the Q networks' values, or their mean"
+    )
     returns: StepReturns = option(StepReturns(), "rewards that Q sums")
     q: SoftQFunctions = option(SoftQFunctions(), "the Q networks, and the bonus for entropy")
 

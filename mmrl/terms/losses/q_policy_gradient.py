@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class QPolicyGradient(Term):
-    """PPO on chunks of rollout.extras=[action_proposals]: the reward of a chunk is its Q value, and its advantage is
-    compared with the other chunks at the same observation. Nothing of them is executed."""
+    """PPO on chunks of rollout.extras=[action_proposals]: the reward of a chunk is its Q value, and its advantage
+    compares it with the other chunks at the same observation. None of the chunks is executed."""
 
     equation: ClassVar[str] = (
         "-coefficient min(r A, clamp(r, 1 - clip, 1 + clip) A), A = (Q(s, a) - mean_group Q) / std_group Q"
@@ -35,7 +35,7 @@ class QPolicyGradient(Term):
     type: str = "q_policy_gradient"
     coefficient: Schedule = number(1.0, "weight of the term", ge=0)
     clip: float = option(0.2, "bound of the ratio on both sides of 1", gt=0, lt=1)
-    scale: Literal["group_std", "none"] = option("group_std", "what advantages are divided by")
+    scale: Literal["group_std", "none"] = option("group_std", "divisor of the advantages")
     returns: StepReturns = option(StepReturns(), "rewards that Q sums")
     q: PolicyQFunctions = option(PolicyQFunctions(), "the Q networks and V")
 

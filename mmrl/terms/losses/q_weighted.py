@@ -24,11 +24,13 @@ class QNetworks(Section):
     """Q networks with target networks, which learn beside the policy from its features. Their targets bootstrap from
     the current policy's own actions."""
 
-    members: int = option(2, "Q networks, of which the least counts", ge=1)
-    width: int = option(256, "of the two hidden layers of each network", ge=1)
+    members: int = option(2, "number of Q networks; the least of their values is used", ge=1)
+    width: int = option(256, "width of the two hidden layers of each network", ge=1)
     lr: float = option(3e-4, "learning rate of Adam", gt=0)
-    tau: float = option(0.005, "share by which target networks follow in an update", gt=0, le=1)
-    updates: int = option(1, "updates of Q and V a training step, on that step's recorded policy steps", ge=1)
+    tau: float = option(
+        0.005, "fraction by which the target networks move toward the Q networks per update", gt=0, le=1
+    )
+    updates: int = option(1, "updates of Q and V per training step, on that step's recorded policy steps", ge=1)
     batch: int | None = option(
         None, "recorded policy steps of a rank that each of these updates draws; null: all of the training step", ge=1
     )
@@ -53,7 +55,7 @@ class QFunctions(QNetworks):
     """Q networks with target networks, and a value function V, which learn beside the policy from its features."""
 
     expectile: float = option(
-        0.7, "of Q values that V learns; 0.5: their mean, above it nearer to that of the best actions", gt=0, lt=1
+        0.7, "expectile of the Q values that V learns; 0.5: their mean; higher: nearer to the best actions'", gt=0, lt=1
     )
 
     def measurement(self, returns: StepReturns) -> QValues:
@@ -76,14 +78,16 @@ class PolicyQFunctions(QFunctions):
 
 class QWeightedTerm(Term):
     """The likelihood of stored policy steps (rollout.extras=[stored_steps]) or of demonstrated ones, weighted by the
-    advantage of their actions under Q networks, which learn from them beside the policy."""
+    advantage of their actions under Q networks, which learn from the same steps beside the policy."""
 
     equation: ClassVar[str] = "-coefficient w(Q(s, a) - V(s)) logp(a | s), of the chosen rollouts"
     source: ClassVar[str] = "policy extraction of IQL, arXiv 2110.06169, beside another algorithm"
     test: ClassVar[str] = "tests/joints/test_q_weighted.py"
     type: str = "q_weighted"
     coefficient: Schedule = number(0.1, "weight of the term", ge=0)
-    of: Literal["replayed", "demonstrations"] = option("replayed", "those of rollout.extras of this kind")
+    of: Literal["replayed", "demonstrations"] = option(
+        "replayed", "rollouts that the term applies to: those of this kind from rollout.extras"
+    )
     weights: AdvantageWeights = option(AdvantageWeights(), "weight of a step by its advantage")
     returns: StepReturns = option(StepReturns(), "rewards that Q sums")
     q: QFunctions = option(QFunctions(), "the Q networks and V")
@@ -122,7 +126,8 @@ class QWeightedTerm(Term):
 
 
 def estimates_of(micro: Rollouts, measurement: QValues) -> dict[str, Tensor]:
-    """Returns the estimates of a micro-batch by name, [rollout] float32 each, NaN where there is none."""
+    """Returns the estimates of `measurement` by name (q, value, td_error, advantage = q - value), [rollout] float32
+    each; NaN for rollouts without an estimate."""
     from mmrl.measurements.q_values import ESTIMATES
     from mmrl.rollouts import Column
 
@@ -139,7 +144,7 @@ def report_agreement(batch: Batch, measurement: QValues, returns: StepReturns) -
     q, _, td_error = batch.measured(measurement).values.unbind(1)
     prompts = [sample.prompt for sample in batch.rollouts.samples]
     proposed = torch.tensor(["proposal" in prompt.metadata for prompt in prompts])
-    earned = returns.of(prompts).masked_fill(proposed, torch.nan)  # those are of the stored chunk
+    earned = returns.of(prompts).masked_fill(proposed, torch.nan)  # their recorded return is that of the executed chunk
     columns = batch.gather(torch.stack([q, earned, td_error], 1))
     td_error = columns[:, 2][~columns[:, 2].isnan()]
     if len(td_error):

@@ -62,6 +62,7 @@ class CovarianceClip(Mask):
         covariance = (logp - all_logp.mean()) * (advantages - all_advantages.mean())
         eligible = rollouts.mask & (covariance >= self.low) & (covariance <= self.high)
         num_dropped = max(1, int(self.share * len(all_logp)))
+        # the eligible decisions with the smallest random numbers are dropped; 2 is above all random numbers
         priority = torch.rand(eligible.shape, generator=batch.generator()).where(eligible, 2.0)
         lowest = batch.gather_decisions(priority).sort().values[:num_dropped]
         return ~(eligible & (priority <= lowest[-1]))

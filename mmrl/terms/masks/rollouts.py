@@ -49,7 +49,7 @@ class OverTurn(Mask):
         import torch
 
         conversations = [sample.conversation for sample in batch.rollouts.samples]
-        return torch.tensor([talk is None or talk.end not in ("turns", "length") for talk in conversations])
+        return torch.tensor([c is None or c.end not in ("turns", "length") for c in conversations])
 
 
 class BandMask(Mask):
@@ -70,7 +70,7 @@ class BandMask(Mask):
         return needs_column(self.fact)
 
     @model_validator(mode="after")
-    def _rises(self) -> BandMask:
+    def _check_band(self) -> BandMask:
         if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
             raise ValueError(f"low={self.low:g} and high={self.high:g} are not a band; set one or both, low below high")
         return self
@@ -121,8 +121,8 @@ class ProcessAgreement(Mask):
     """Drops rollouts whose outcome and process reward disagree, also from their group's statistics.
 
     These are correct rollouts with a low process reward (a right answer by wrong reasoning), and with drop=both also
-    wrong ones with a high process reward. The fractions are logged, so that guards can use them; with drop=none, that
-    is all.
+    wrong ones with a high process reward. The fractions are logged, so that guards can use them; with drop=none nothing
+    is dropped.
     """
 
     equation: ClassVar[str] = (
@@ -136,7 +136,11 @@ class ProcessAgreement(Mask):
     type: str = "process_agreement"
     reward: str = option("process", "name of the process reward, such as process with total=min")
     low: float = option(0.0, "a process reward below it is low")
-    drop: Literal["right", "both", "none"] = option("right", "which disagreeing rollouts are dropped: by outcome")
+    drop: Literal["right", "both", "none"] = option(
+        "right",
+        "rollouts that are dropped. right: correct ones with a low process reward; both: also wrong ones with a high "
+        "process reward; none: no rollout, only metrics are logged",
+    )
 
     @property
     def needs(self) -> Needs:

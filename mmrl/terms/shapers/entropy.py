@@ -32,8 +32,8 @@ class AdvantageBonus(Choice):
 
     @abstractmethod
     def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Computes the bonus, [rollout, decision]. advantages: those of this rank's rollouts without it, [rollout,
-        decision]."""
+        """Computes the bonus, [rollout, decision]. advantages: [rollout, decision], the advantages of this rank's
+        rollouts before the bonus is added."""
 
 
 class DoubtBonus(AdvantageBonus):
@@ -101,7 +101,7 @@ class EntropyShaping(Shaper):
     centred: bool = option(False, "subtract the mean over the batch at the end")
 
     @model_validator(mode="after")
-    def _does_something(self) -> EntropyShaping:
+    def _check_change(self) -> EntropyShaping:
         if self.sure is None and self.bonus is None:
             raise ValueError("sure and bonus are both null, so advantages would not change; set one of them")
         return self
@@ -135,7 +135,7 @@ def scaled_entropy(batch: Batch) -> Tensor:
 
 
 class EntropyRedistribution(Shaper):
-    """Replaces advantages by ones that depend on the entropies at the same position of the group.
+    """Replaces advantages by ones that depend on the entropies of the group's rollouts at the same position.
 
     At each position, the group's correct rollouts get a bonus in proportion to their entropies there, and its wrong
     rollouts a penalty in proportion to the reciprocals of their entropies.
@@ -173,7 +173,7 @@ class EntropyRedistribution(Shaper):
             for has_outcome, sign, raw_weight in ((right, 1.0, entropy), (~right, -1.0, 1 / entropy)):
                 rows = (rollouts.group == group) & has_outcome & scored
                 weights = raw_weight[rows].where(mask[rows], 0)
-                num_rollouts = mask[rows].sum(0)  # [decision], that reach it
+                num_rollouts = mask[rows].sum(0)  # [decision], rollouts that reach the decision
                 share = weights / weights.sum(0).clamp(min=1e-12) * num_rollouts
                 shaped[rows] = (sign * (self.alpha + self.beta * share)).where(mask[rows], 0)
         if self.standardise:

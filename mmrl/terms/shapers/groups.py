@@ -159,7 +159,8 @@ class LongWrong(Shaper):
 
 
 class AdvantageMomentum(Shaper):
-    """Adds the clamped difference of the rollout's reward and that of a reference policy's response to the same prompt.
+    """Adds the clamped difference between the rollout's reward and the reward of a reference policy's response to the
+    same prompt.
 
     So a group of equal rewards has a learning signal too, and dynamic sampling keeps it. AAPO uses no likelihood ratio;
     set algorithm.surrogate=reinforce for that.

@@ -52,8 +52,8 @@ class SpanCredit(SpanShaper):
     outcome: float = option(1.0, "weight of the algorithm's own advantage of the rollout", ge=0)
     against: Literal["others", "span", "group", "none"] = option(
         "others",
-        "baseline of a span's credit. others: the mean of the same span of the group's other rollouts; span: of the "
-        "same span of all its rollouts; group: of all its spans; none: no baseline",
+        "baseline of a span's credit. others: the mean over the same span of the group's other rollouts; span: the "
+        "mean over the same span of all rollouts of the group; group: the mean over all spans of the group; none: 0",
     )
     scale: Literal["group_std", "none"] = option("none", "divide differences by the std of the group, or not")
 
@@ -174,7 +174,7 @@ class SpanProgress(SpanCredit):
 
         features = [self._features(texts, row, batch) for row, texts in enumerate(column.texts)]
         width = 2 * PROMPT_WIDTH + 1
-        network = batch.modules.get(self.key, lambda: ValueNetwork(width, self.width, 0), self.lr)
+        network = batch.modules.get(self.key, lambda: ValueNetwork(width, self.width, seed=0), self.lr)
         combined = batch.combined_rewards()
         credits = []
         for x, outcome in zip(features, batch.local(combined).tolist(), strict=True):

@@ -38,7 +38,7 @@ class TurnReturns(Shaper):
     outcome: float = option(0.0, "weight of the algorithm's own advantage of the rollout", ge=0)
     baseline: Literal["mean", "leave_one_out"] = option(
         "mean",
-        "baseline of a turn: the mean of the group, or of its other rollouts",
+        "baseline of a turn: the mean over the group, or over the group's other rollouts",
     )
     scale: Literal["group_std", "none"] = option("group_std", "divide differences by the std of the group, or not")
     answer: str | None = option(
@@ -147,7 +147,7 @@ class Curiosity(Shaper):
         conversations = [require(sample.conversation, "conversations") for sample in batch.rollouts.samples]
         used_tool = torch.tensor([float(uses_tool(conversation)) for conversation in conversations])
         group = batch.rollouts.group
-        share = torch.stack([used_tool[group == g].mean() for g in group])  # [rollout], of its group
+        share = torch.stack([used_tool[group == g].mean() for g in group])  # [rollout], the share in its group
         bonus = self.weight * (self.target - share).clamp_min(0) * used_tool * batch.rollout_mask
         batch.report({"curiosity/share": float(used_tool.mean())})
         return advantages + bonus[:, None]

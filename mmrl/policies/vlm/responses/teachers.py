@@ -56,7 +56,7 @@ class VisionLanguageTeachers(TokenTeachers):
                 )
         return [(row.prompt.tolist(), row.response.tolist()) for row in rollouts.inputs]
 
-    def spelled(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         return self.tokens.ids(text)
 
 
