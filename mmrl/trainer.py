@@ -62,7 +62,7 @@ class Trainer:
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
         self.guards = Guards(config.guards)
-        self.unscored_monitor = UnscoredMonitor(config.rollout.longest_silence)
+        self.unscored_monitor = UnscoredMonitor(config.rollout.unscored_limit)
         self.zero_gradient_monitor = ZeroGradientMonitor(config.rollout.max_idle_steps)
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step

@@ -1,2 +1,2 @@
-"""Collection of a step's rollouts: the order of prompts, sampling, further sources of rollouts, and batches that are
+"""Collection of a step's rollouts: the order of prompts, sampling, extra sources of rollouts, and batches that are
 sampled ahead of training."""

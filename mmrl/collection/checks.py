@@ -16,7 +16,7 @@ def prompts_at_once(config: JobConfig, world: int) -> int:
 
 
 def check_sources(config: JobConfig) -> None:
-    """Raises ValueError for a part of the algorithm that learns from rollouts which no source of the job makes."""
+    """Raises ValueError if a part of the algorithm learns from a kind of rollouts that no source of the job makes."""
     algorithm, sources = config.algorithm, config.rollout.extra_sources
     learns_from = {f"algorithm.type={algorithm.type}": algorithm.learns_from}
     learns_from |= {f"algorithm.terms.{i} ({term.type})": term.learns_from for i, term in enumerate(algorithm.terms)}
@@ -56,7 +56,7 @@ def check_batch(config: JobConfig, world: int) -> None:
         counted = "the sum over rollout.extras / ranks"
     if local % minibatches:
         raise UserError(
-            f"{local} rollouts a rank ({counted}) cannot be divided into "
+            f"{local} rollouts per rank ({counted}) cannot be divided into "
             f"algorithm.minibatches={minibatches} equal parts; change one of them"
         )
     if config.needs.whole_groups and config.engine.token_limit is not None:

@@ -60,8 +60,8 @@ class Collector:
         self.steps_ahead = 0 if config.generator is None else config.generator.steps_ahead
 
     def _rounds(self, policy: Policy) -> Rounds:
-        """Returns the way in which rounds of rollouts are made: from demonstrations, by sampling whole responses, or by
-        responses that are generated over several steps (partial rollouts)."""
+        """Returns the maker of rounds of rollouts: from demonstrations, by sampling whole responses, or by generating
+        responses over several steps (partial rollouts)."""
         config, draws = self.config, self.draws
         if config.algorithm.collects == "demonstrations":
             return DemonstratedRounds(config, draws, policy)
@@ -98,9 +98,9 @@ class Collector:
         """Returns this rank's scored rollouts for a step: the groups of its share of the prompts, and the rollouts of
         extra sources.
 
-        With dynamic sampling, groups without a learning signal are replaced by new ones. Rollouts of extra sources that
-        join a group count when its signal is judged. If the batch is not full after max_rounds, it is filled up with
-        groups without signal, whose advantages are 0.
+        With dynamic sampling, groups without a learning signal are replaced by new ones. Whether a group has one also
+        depends on the rollouts of extra sources that join it. If the batch is not full after max_rounds, it is filled
+        up with groups without signal, whose advantages are 0.
         """
         filters = self.config.rollout.filters
         if filters is None:
@@ -144,8 +144,8 @@ class Collector:
         return informative & groups_in_range(accuracy, batch.group, low=filters.low, high=filters.high)
 
     def _outcomes(self, fresh: Rollouts, rewards: Tensor) -> list[Outcome]:
-        """Returns prompt, rewards and accuracies of each group of a round on all ranks, for the prompt sampler, in the
-        order in which prompts were drawn. A collective."""
+        """Returns prompt, rewards and accuracies of each group of a round, over all ranks, in the order in which
+        prompts were drawn; the prompt sampler observes them. A collective."""
         total = combined_reward(rewards, torch.tensor(self.task.reward_weights))
         columns = fresh.group, require(fresh.prompt, "prompts"), total, require(fresh.accuracy, "accuracy")
         local_rows = list(zip(*(column.tolist() for column in columns), strict=True))
@@ -157,7 +157,8 @@ class Collector:
         return outcomes
 
     def _log_staleness(self, rollouts: Rollouts, step: int, metrics: Metrics) -> None:
-        """Adds the number of steps between the weights that sampled a fresh rollout and the current ones."""
+        """Adds the metric generation/staleness: the number of steps between the weights that sampled a fresh rollout
+        and the current weights."""
         if rollouts.version is not None:
             fresh = torch.ones_like(rollouts.group) if rollouts.origin is None else rollouts.origin == FRESH
             metrics.add("generation/staleness", step - rollouts.version, where=fresh.bool())
@@ -170,8 +171,8 @@ class Collector:
     # --- between steps ---
 
     def pause_prefetch(self) -> None:
-        """Waits for batches that are being sampled ahead, and marks the generator's weights as stale. To be called
-        before an evaluation, which may give the generator other weights."""
+        """Waits for batches that are being sampled ahead, and marks the generator's weights as stale. Must be called
+        before an evaluation, which may load other weights into the generator."""
         self.pending.wait()
         self.weights.stale = True
 
@@ -188,7 +189,7 @@ class Collector:
         """Returns the state that `load` restores, in two mappings: the state that is the same on all ranks (the order
         of prompts, the extra sources), and this rank's own (unfinished rollouts, extra sources)."""
         shared, rounds = self.pending.state()
-        # Batches that are sampled ahead do not depend on the extra sources, so their current state is right.
+        # Batches that are sampled ahead do not depend on the extra sources, so their latest state is right.
         return shared | {"extras": self.extras.state()}, {"rounds": rounds, "extras": self.extras.rank_state()}
 
     def load(self, shared: dict[str, Any], rank_state: dict[str, Any]) -> None:
@@ -207,6 +208,6 @@ def synced(generator: SyncedGenerator | None) -> AbstractContextManager[dict[str
 
 
 def sampled_by(policy: Policy, generator: SyncedGenerator | None) -> RolloutSource:
-    """Returns what samples rollouts: the generator if it returns whole rollouts, as workers do; otherwise the policy,
+    """Returns the sampler of rollouts: the generator if it returns whole rollouts, as workers do; otherwise the policy,
     which may use the generator to sample tokens."""
     return generator if isinstance(generator, RolloutSource) else policy

@@ -17,8 +17,8 @@ from mmrl.rollouts import Prompt
 
 @dataclass(frozen=True)
 class Draw:
-    """The prompts that a rank gets from one draw. positions: in the order of all prompts of the run, over all ranks.
-    indices: in the data set."""
+    """The prompts that a rank gets from one draw. positions: their positions in the order of all prompts of the run,
+    over all ranks. indices: their indices in the data set."""
 
     positions: list[int]
     indices: list[int]
@@ -38,7 +38,8 @@ class PromptDraws:
         self.drawn = 0  # prompts drawn so far, over all ranks
 
     def draw(self, share: int | None = None) -> Draw:
-        """Draws the next prompts and returns this rank's part. share: prompts for each rank; None: those of a step."""
+        """Draws the next prompts and returns this rank's part. share: number of prompts per rank; None: that of a
+        step."""
         first, total = self.drawn, (self.share if share is None else share) * self.ranks.world
         indices = self.sampler.draw(total)
         self.drawn += total
@@ -48,8 +49,8 @@ class PromptDraws:
         return [self.source[index] for index in draw.indices]
 
     def prefetch(self, *draws: Draw) -> None:
-        """Starts reading the prompts of these draws, and those that the sampler would draw next. If it draws others,
-        because it has observed rewards by then, the latter were read in vain."""
+        """Starts reading the prompts of these draws, and those that the sampler would draw next now. If it has observed
+        rewards before the next draw, it may draw others; the prompts read here are then not used."""
         if self.reader is not None:
             drawn = [index for draw in draws for index in draw.indices]
             sampler = self.sampler.model_copy(deep=True)
@@ -83,8 +84,8 @@ class PromptDraws:
 
 
 def make_reader(source: Source, policy: Policy) -> ReadAhead | None:
-    """Returns a reader that reads the source ahead of time in other processes; None for a source that is not to be read
-    in other processes. A policy that can encode prompts there gets the reader."""
+    """Returns a reader that reads the source ahead of time in other processes; None for a source that cannot or should
+    not be read in other processes. A policy that can encode prompts there gets the reader."""
     if not isinstance(source, ReadableSource) or source.readers == 0:
         return None
     if not isinstance(policy, Encoding):

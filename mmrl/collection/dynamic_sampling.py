@@ -16,8 +16,8 @@ from mmrl.rollouts import Rollouts
 @dataclass(frozen=True)
 class Candidate:
     """A group that a rank has sampled. informative: whether its rewards differ, so that it has a learning signal.
-    sampling_round: the round in which it was sampled, from 0. position: that of its prompt in the order of the run,
-    which is also the group's id."""
+    sampling_round: the round in which it was sampled, from 0. position: the position of its prompt in the order of the
+    run, which is also the group's id."""
 
     informative: bool
     sampling_round: int
@@ -34,7 +34,7 @@ class Candidates:
 
     def __init__(self, num_groups: int, ranks: Ranks, *, shared: bool) -> None:
         """num_groups: groups of a rank in the batch. shared: ranks exchange groups, so that a rank with few informative
-        groups gets some of the others'. The batch is then the one that a single rank would have selected."""
+        groups gets some from other ranks. The batch is then the one that a single rank would have selected."""
         self.num_groups, self.ranks, self.shared = num_groups, ranks, shared and ranks.world > 1
         self.parts: list[Rollouts] = []
         self.candidates: list[Candidate] = []

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Prompt, Rollouts
 
-BELOW = -(1 << 50)  # group ids of labels, below those of demonstrations and of imitated rollouts
+FIRST_GROUP = -(1 << 50)  # labels' group ids fall from here, below those of demonstrations and imitated rollouts
 
 
 class ExpertLabels(ExtraSource):
-    """Observations that the policy comes to, with the actions of the simulator's expert there, for the loss term
-    `likelihood`. A rank keeps those of its earlier steps too, and draws from all."""
+    """Observations of the policy's own episodes with the actions of the simulator's expert at them, for the loss term
+    `likelihood`. A rank keeps the observations of earlier steps, and draws from all that it has."""
 
     equation: ClassVar[str] = "rollouts of origin 1, without rewards, drawn at random from the last `keep` observations"
     source: ClassVar[str] = "DAgger, arXiv 1011.0686, where beta is 0 from the first step on"
@@ -31,9 +31,9 @@ class ExpertLabels(ExtraSource):
 
     makes: ClassVar[RolloutKind | None] = "demonstrations"
     type: str = "expert_labels"
-    episodes: int = option(16, "episodes that are played for them each step, over all ranks", ge=1)
-    prompts: int = option(description="observations that a step learns from, over all ranks", ge=1)
-    keep: int = option(4096, "observations that a rank keeps; the oldest leave first", ge=1)
+    episodes: int = option(16, "episodes that are played per step, over all ranks", ge=1)
+    prompts: int = option(description="observations per step that are trained on, over all ranks", ge=1)
+    keep: int = option(4096, "observations that a rank keeps; the oldest are removed first", ge=1)
     _order: Permutation = PrivateAttr()
     _kept: list[Prompt] = PrivateAttr(default_factory=list)  # oldest first
 
@@ -66,7 +66,7 @@ class ExpertLabels(ExtraSource):
         positions = torch.arange(step * self.prompts, (step + 1) * self.prompts)[rank * count : (rank + 1) * count]
         drawn = random.Random(f"{self._context.seed} {rank} {step}").choices(self._kept, k=count)
         labels: Rollouts = self._context.policy.demonstrate(drawn, positions.tolist())
-        labels.group = BELOW - positions
+        labels.group = FIRST_GROUP - positions
         labels.origin = torch.full((count,), DEMONSTRATION)
         return labels
 

@@ -1,4 +1,4 @@
-"""Sources of further rollouts (`rollout.extras`), which join the freshly sampled ones of a step."""
+"""Sources of extra rollouts (`rollout.extras`), which are added to the freshly sampled rollouts of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceContext:
-    """Inputs of a source of rollouts at the start of a run.
+    """Objects and numbers that a source of rollouts receives at the start of a run.
 
     policy: has every ability that the source needs. prompts: the task's training prompts. rank_and_world: this rank's
     number, and the number of ranks. max_over_ranks: the maximum of a number over the ranks, a collective. folder: the
@@ -81,7 +81,7 @@ class ExtraSource(Choice):
 
     @property
     def offers(self) -> frozenset[Offer]:
-        """Returns further keys of `OFFERS` that the job's rollouts support because of this source."""
+        """Returns the keys of `OFFERS` that rollouts support because of this source, beyond those of the policy."""
         return frozenset()
 
     @property
@@ -155,7 +155,7 @@ class ExtraRolloutSources:
 
     def add_separate(self, rollouts: Rollouts) -> Rollouts:
         """Returns the rollouts that dynamic sampling kept, fresh ones first, followed by those of the sources whose
-        rollouts join no group. Ranks with fewer rollouts are filled up with masked copies."""
+        rollouts join no group. A rank with fewer rollouts than another one gets masked copies in addition."""
         from mmrl.rollouts import FRESH, Rollouts
 
         if not self.sources:
@@ -215,7 +215,7 @@ class DemonstrationSource(ExtraSource):
 
     makes: ClassVar[RolloutKind | None] = "demonstrations"
     type: str = "demonstrations"
-    prompts: int = option(description="demonstrations a step, over all ranks", ge=1)
+    prompts: int = option(description="demonstrations per step, over all ranks", ge=1)
     _order: Permutation = PrivateAttr()
     _demonstrations: Source = PrivateAttr()
 

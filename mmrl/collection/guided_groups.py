@@ -1,4 +1,4 @@
-"""Sources of rollouts that use demonstrations: whole ones, or responses that continue the beginning of one."""
+"""Sources of rollouts from demonstrations: whole demonstrations, or responses that continue the beginning of one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Guidance(ExtraSource):
 
     test: ClassVar[str] = "tests/joints/test_guidance.py"
     groups: Literal["all", "failed"] = option("all", "failed: only groups none of whose rollouts is right")
-    accuracy: float = option(1.0, "of a rollout that counts as right", unit="accuracy")
+    accuracy: float = option(1.0, "smallest accuracy of a right rollout", unit="accuracy")
 
     def start(self, context: SourceContext) -> None:
         """Raises UserError for a task whose demonstrations answer other prompts than those of its rollouts."""
@@ -89,7 +89,7 @@ class GuidedGroups(Guidance):
 
 class GuidedPrefixes(Guidance):
     """Responses that begin with a part of their prompt's demonstration and are continued by the policy join its group.
-    Each has another share of the demonstration; the beginning is learned from only with `learned`."""
+    Each keeps a random share of the demonstration; the kept decisions are trained on only with `learned`."""
 
     equation: ClassVar[str] = (
         "A_i of the group G with `count` responses that begin with floor(u n) of the demonstration's n decisions, u "
@@ -100,13 +100,13 @@ class GuidedPrefixes(Guidance):
     makes: ClassVar[RolloutKind | None] = "other"
     type: str = "guided_prefixes"
     groups: Literal["all", "failed"] = option("failed", "failed: only groups none of whose rollouts is right")
-    count: int = option(2, "such responses that join a group", ge=1)
-    low: float = option(0.1, "least share of the demonstration", ge=0, lt=1)
-    high: float = option(0.9, "largest share of the demonstration", gt=0, lt=1)
-    learned: bool = option(False, "the beginning is learned from as well, with the advantage of what came of it")
+    count: int = option(2, "responses that join a group", ge=1)
+    low: float = option(0.1, "smallest share of the demonstration that is kept", ge=0, lt=1)
+    high: float = option(0.9, "largest share of the demonstration that is kept", gt=0, lt=1)
+    learned: bool = option(False, "also train on the demonstration's part, with the advantage of the whole response")
 
     @model_validator(mode="after")
-    def _rises(self) -> GuidedPrefixes:
+    def _check_range(self) -> GuidedPrefixes:
         if self.low > self.high:
             raise ValueError(f"low={self.low} is above high={self.high}: no share of a demonstration is left")
         return self

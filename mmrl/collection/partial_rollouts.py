@@ -16,9 +16,9 @@ from mmrl.runtime.seeds import rollout_seeds
 
 @dataclass(eq=False)
 class PendingGroup:
-    """The unfinished rollouts of one prompt. position: that of the prompt in the order of the run. prompt: its index in
-    the data set. drafts: unfinished responses. version: the training step of the weights that sampled the first tokens;
-    None before any token."""
+    """The unfinished rollouts of one prompt. position: the prompt's position in the order of the run. prompt: its index
+    in the data set. drafts: unfinished responses. version: the training step of the weights that sampled the first
+    tokens; None before any token."""
 
     position: int
     prompt: int
@@ -41,8 +41,8 @@ class Pool:
         self.groups: list[PendingGroup] = []  # oldest first
 
     def add(self, positions: Sequence[int], prompts: Sequence[int]) -> None:
-        """Adds groups without tokens. positions: those of the prompts in the order of the run. prompts: indices in the
-        data set."""
+        """Adds groups without tokens. positions: the prompts' positions in the order of the run. prompts: their
+        indices in the data set."""
         size = self.group_size
         if positions:
             seeds = rollout_seeds(self.seed, positions, size)
@@ -55,7 +55,7 @@ class Pool:
         finishes groups that would exceed `max_staleness` in the next step.
 
         step: number of finished training steps. version: the training step of the generator's weights."""
-        while not self._enough(count, step):
+        while not self._may_end(count, step):
             for group in self.groups:
                 group.version = version if group.version is None else group.version
             unfinished = [draft for group in self.groups for draft in group.drafts]
@@ -69,9 +69,9 @@ class Pool:
         batch.version = torch.tensor([group.version for group in taken]).repeat_interleave(size)
         return batch
 
-    def _enough(self, count: int, step: int) -> bool:
-        """Returns whether the step can end: `count` groups are finished, and so is every group that would be too stale
-        in the next step."""
+    def _may_end(self, count: int, step: int) -> bool:
+        """Returns whether a step may end: `count` groups are finished, and so is every group whose first tokens would
+        be too old in the next step."""
         oldest_version = step + 1 - self.partial.max_staleness
         stale = [group for group in self.groups if group.version is not None and group.version < oldest_version]
         return sum(map(self._finished, self.groups)) >= count and all(map(self._finished, stale))

@@ -15,7 +15,7 @@ from mmrl.protocols.parts import SyncedGenerator
 from mmrl.rollouts import Rollouts
 from mmrl.training.metrics import Metrics
 
-State = tuple[dict[str, Any], dict[str, Any]]  # equal on all ranks; of this rank alone
+State = tuple[dict[str, Any], dict[str, Any]]  # a part that is equal on all ranks, and a part of this rank
 
 
 class GeneratorWeights:
@@ -55,16 +55,16 @@ class PendingBatches:
         return len(self.batches)
 
     def begin(self, steps: Sequence[int], version: int, metrics: Metrics) -> None:
-        """Starts sampling the batches of these steps in a thread, one after the other, with the current weights.
+        """Starts sampling the batches of these steps in a thread, one after another, with the current weights.
 
-        Their prompts are drawn now, so that they do not depend on timing. (A pool of partial rollouts draws when its
-        batch begins, as many prompts as it has room for.) version: number of finished steps."""
+        Their prompts are drawn now, so that they do not depend on timing. (A pool of partial rollouts instead draws
+        when its batch begins, as many prompts as it has room for.) version: number of finished steps."""
         if not steps:
             return
         self.weights.send(version, metrics)
         thread = one_thread("rollouts")
         self.observed = []
-        drawn = [((self.draws.state(), self.rounds.state()), self.rounds.ahead()) for _ in steps]
+        drawn = [((self.draws.state(), self.rounds.state()), self.rounds.draw_ahead()) for _ in steps]
         self.draws.prefetch(*(draw for _, draw in drawn if draw is not None))
         for step, (state_before, draw) in zip(steps, drawn, strict=True):
             future = thread.submit(self.rounds.make, step, version, draw)
@@ -93,9 +93,9 @@ class PendingBatches:
         return shared | {"observed": [list(astuple(outcome)) for outcome in self.observed]}, rank_state
 
     def cancel(self) -> State | None:
-        """Cancels the pending batches. Returns the state from which their prompts can be drawn again; None where
-        nothing is cancelled, as with partial rollouts, whose only pending batch has begun."""
-        if not self.batches or self.rounds.one_at_once:
+        """Cancels the pending batches. Returns the state from which their prompts can be drawn again; None if
+        nothing is cancelled, as with partial rollouts, whose only pending batch has already begun."""
+        if not self.batches or self.rounds.single_pending:
             return None
         state = self.state()
         for pending in self.batches:

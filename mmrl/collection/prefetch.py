@@ -21,7 +21,7 @@ from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
 
 log = logging.getLogger(__name__)
-held: list[Any] = []  # in a reading process: the source, and the encoder or None
+reader_inputs: list[Any] = []  # in a reading process: the source, and the encoder or None
 
 
 class ReadAhead:
@@ -36,7 +36,7 @@ class ReadAhead:
         self.source, self.encoder = source, encoder
         self._pool: ProcessPoolExecutor | None = None
         self._futures: dict[int, Future[bytes | str]] = {}
-        self._encoded: dict[int, tuple[Prompt, Any]] = {}  # by the prompt's identity
+        self._encoded: dict[int, tuple[Prompt, Any]] = {}  # by `id` of the prompt
         self._warned = False  # whether a warning was logged
 
     def __len__(self) -> int:
@@ -93,12 +93,14 @@ class ReadAhead:
             )
 
     def _start_pool(self) -> ProcessPoolExecutor:
-        # Not by fork: this process may have a GPU, and threads.
+        """Starts the reading processes."""
+        # Forking is not safe, since this process may use a GPU and threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, type(self.source).__module__, type(self.encoder).__module__])
         return ProcessPoolExecutor(self.source.readers, context, _begin, (self.source, self.encoder))
 
     def _result(self, future: Future[bytes | str]) -> bytes | str:
+        """Waits for a result of `_read`. Raises UserError if a reading process was killed."""
         try:
             return future.result()
         except BrokenProcessPool as error:
@@ -113,11 +115,12 @@ def _begin(source: ReadableSource, encoder: Callable[[Prompt], Any] | None) -> N
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_trainer, daemon=True).start()
-    torch.set_num_threads(1)  # there are several of these
-    held[:] = [source, encoder]
+    torch.set_num_threads(1)  # several reading processes share the CPU
+    reader_inputs[:] = [source, encoder]
 
 
 def _end_with_trainer() -> None:
+    """Ends this process when the trainer's process ends."""
     trainer = multiprocessing.parent_process()
     assert trainer is not None
     trainer.join()
@@ -126,7 +129,7 @@ def _end_with_trainer() -> None:
 
 def _read(index: int) -> bytes | str:
     """Returns the pickled prompt and its encoding, or a message where it cannot be read, encoded or pickled."""
-    source, encoder = held
+    source, encoder = reader_inputs
     try:
         prompt = source.read(index)
         return pickle.dumps((prompt, None if encoder is None else encoder(prompt)), pickle.HIGHEST_PROTOCOL)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Rollouts
 
-BELOW = -(1 << 40)  # group ids of imitated rollouts, below those of demonstrations
+FIRST_GROUP = -(1 << 40)  # group ids of imitated rollouts fall from here, below those of demonstrations
 Stored = dict[str, Any]  # what the policy needs to restore a rollout, with its rewards and log-probabilities
 
 
@@ -29,13 +29,13 @@ class ReplaySource(ExtraSource):
     """A buffer of the last correct rollouts of every prompt, equal on all ranks."""
 
     test: ClassVar[str] = "tests/joints/test_replays.py"
-    keep: int = option(4, "rollouts that are kept of a prompt; the oldest leave first", ge=1)
-    prompts: int = option(1000, "prompts of which rollouts are kept; those that were right last stay", ge=1)
-    accuracy: float = option(1.0, "rollouts are kept whose accuracy is at least this", unit="accuracy")
+    keep: int = option(4, "rollouts per prompt that are kept; the oldest are removed first", ge=1)
+    prompts: int = option(1000, "prompts whose rollouts are kept; the prompts that were most recently right stay", ge=1)
+    accuracy: float = option(1.0, "smallest accuracy of a rollout that is kept", unit="accuracy")
     likelihoods: Literal["recorded", "present"] = option(
         "recorded",
-        "the ratio of a replayed decision is to its likelihood when it was made, or to that of the current policy "
-        "before the step, as if that had made it",
+        "denominator of a replayed decision's ratio. recorded: its likelihood when it was sampled; present: its "
+        "likelihood under the current policy before the step, as if this policy had sampled it",
     )
     _stored: dict[int, list[Stored]] = PrivateAttr(default_factory=dict)  # by prompt, oldest first
 
@@ -89,16 +89,16 @@ class ReplaySource(ExtraSource):
 
         context = self._context
         questions = [context.prompts[prompt] for prompt in prompts]
-        restored: Rollouts = context.policy.deserialize(questions, [one["state"] for one in stored])
+        restored: Rollouts = context.policy.deserialize(questions, [rollout["state"] for rollout in stored])
         restored.group, restored.prompt = group, torch.tensor(prompts)
         restored.origin = torch.full((len(stored),), REPLAYED)
-        restored.rewards = torch.tensor([one["rewards"] for one in stored])
-        restored.accuracy = torch.tensor([one["accuracy"] for one in stored])
+        restored.rewards = torch.tensor([rollout["rewards"] for rollout in stored])
+        restored.accuracy = torch.tensor([rollout["accuracy"] for rollout in stored])
         if self.likelihoods == "recorded":
             restored.old_logp = torch.zeros(restored.mask.shape)
-            for row, one in enumerate(stored):
-                count = min(restored.mask.shape[1], len(one["logp"]))  # both are padded with uncounted decisions
-                restored.old_logp[row, :count] = torch.tensor(one["logp"][:count])
+            for row, rollout in enumerate(stored):
+                count = min(restored.mask.shape[1], len(rollout["logp"]))  # beyond it there is only padding
+                restored.old_logp[row, :count] = torch.tensor(rollout["logp"][:count])
         return restored
 
     def state(self) -> dict[str, Any]:
@@ -109,8 +109,8 @@ class ReplaySource(ExtraSource):
 
 
 class SuccessReplay(ReplaySource):
-    """Right rollouts of earlier steps join the group of their prompt, so that a group in which all are wrong now has a
-    right one. A prompt that was never right before gets nothing."""
+    """Right rollouts of earlier steps join the group of their prompt, so that a group whose new rollouts are all
+    wrong has a right one. A prompt without a stored right rollout gets nothing."""
 
     equation: ClassVar[str] = (
         "A_i of the group G with min(count, stored) rollouts of earlier steps, r = pi / pi_then (recorded) or pi / "
@@ -137,7 +137,7 @@ class SuccessReplay(ReplaySource):
         for group, prompt in sorted(set(zip(fresh.group.tolist(), fresh.prompt.tolist(), strict=True))):
             stored = self._stored.get(prompt, [])
             if self.groups == "all" or group in failed:
-                rng = random.Random(f"{context.seed} {group}")  # the same on whatever rank the group is
+                rng = random.Random(f"{context.seed} {group}")  # independent of the rank that has the group
                 sampled = rng.sample(stored, min(self.count, len(stored)))
                 selected += [(group, prompt, rollout) for rollout in sampled]
         if not selected:
@@ -154,7 +154,7 @@ class SelfImitation(ReplaySource):
 
     makes: ClassVar[RolloutKind | None] = "replayed"
     type: str = "self_imitation"
-    count: int = option(description="replayed rollouts a step, over all ranks", ge=1)
+    count: int = option(description="replayed rollouts per step, over all ranks", ge=1)
     _drawn: int = PrivateAttr(default=0)  # steps so far
 
     @property
@@ -174,7 +174,7 @@ class SelfImitation(ReplaySource):
         local = slice(rank * self.count // world, (rank + 1) * self.count // world)
         prompts, stored = (list(column) for column in zip(*sampled[local], strict=True))
         positions = torch.arange((self._drawn - 1) * self.count, self._drawn * self.count)[local]
-        imitated = self._restore(prompts, stored, BELOW - positions)  # each is a group of its own
+        imitated = self._restore(prompts, stored, FIRST_GROUP - positions)  # each is a group of its own
         imitated.rewards = torch.full_like(imitated.rewards, torch.nan)  # type: ignore[arg-type]
         return imitated
 

@@ -31,8 +31,8 @@ class ExtraRollouts(ExtraSource):
     type: str = "extra_rollouts"
     count: int = option(8, "further responses to a prompt", ge=1)
     temperature: float = option(1.2, "temperature of these responses", gt=0)
-    most: int = option(2, "right ones that join a group; the first of them", ge=1)
-    accuracy: float = option(1.0, "of a response that counts as right", unit="accuracy")
+    most: int = option(2, "largest number of right responses that join a group; the first ones are taken", ge=1)
+    accuracy: float = option(1.0, "smallest accuracy of a right response", unit="accuracy")
 
     @property
     def needs(self) -> Needs:
@@ -50,7 +50,7 @@ class ExtraRollouts(ExtraSource):
 
         context = self._context
         failed = list(zip(*failed_groups(fresh, self.accuracy), strict=True))
-        # Under ZeRO-3 ranks generate together: one without failed groups samples for another group
+        # Under ZeRO-3 ranks generate together, so a rank without failed groups samples for any of its groups
         if context.max_over_ranks(len(failed)) == 0:
             return pad_to_all_ranks([], fresh, context)
         assert fresh.prompt is not None

@@ -25,22 +25,22 @@ from mmrl.runtime.seeds import rollout_seeds
 class Rounds(ABC):
     """Makes the rollouts for this rank's share of prompts, in whole groups, with rewards and measurements.
 
-    one_at_once: whether at most one round may be pending when rounds are sampled ahead.
+    single_pending: whether at most one round may be pending when rounds are sampled ahead.
     """
 
-    one_at_once: ClassVar[bool] = False
+    single_pending: ClassVar[bool] = False
     config: JobConfig
     draws: PromptDraws
 
-    def ahead(self) -> Draw | None:
+    def draw_ahead(self) -> Draw | None:
         """Draws the prompts of a later round now, so that they do not depend on when the round is made. Returns None
-        where `make` draws them, as many as its pool has room for."""
+        if `make` draws them, as many as its pool has room for."""
         return self.draws.draw()
 
     @abstractmethod
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
         """Makes the rollouts of a round. step: number of finished training steps. version: the training step of the
-        generator's weights. draw: of `ahead`; None: draws the next prompts."""
+        generator's weights. draw: the result of `draw_ahead`; None: draws the next prompts."""
 
     def state(self) -> dict[str, Any]:
         """Returns this rank's unfinished rollouts as tensors and numbers, which `load` restores; later steps do not
@@ -50,14 +50,15 @@ class Rounds(ABC):
     def load(self, state: dict[str, Any]) -> None:  # noqa: B027  (most have no state)
         """Restores a `state`."""
 
-    def drawn(self, draw: Draw | None) -> tuple[Draw, list[Prompt]]:
-        """Returns a draw and its prompts. If `draw` is None, draws the next prompts, and starts reading those after
-        them."""
-        present = self.draws.draw() if draw is None else draw
-        prompts = self.draws.prompts(present)
-        if draw is None:
+    def draw_prompts(self, draw: Draw | None) -> tuple[Draw, list[Prompt]]:
+        """Returns `draw` and its prompts. If it is None, draws the next prompts, and starts reading those that
+        follow."""
+        made_ahead = draw is not None
+        draw = draw if draw is not None else self.draws.draw()
+        prompts = self.draws.prompts(draw)
+        if not made_ahead:
             self.draws.prefetch()
-        return present, prompts
+        return draw, prompts
 
 
 @dataclass(eq=False)
@@ -67,7 +68,7 @@ class DemonstratedRounds(Rounds):
     policy: Policy
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
-        size, (draw, prompts) = self.config.group_size, self.drawn(draw)
+        size, (draw, prompts) = self.config.group_size, self.draw_prompts(draw)
         seeds = rollout_seeds(self.config.seed, draw.positions, size)
         shared = [seed for seed in seeds[::size] for _ in range(size)]  # the rollouts of a prompt share a seed
         batch = self.policy.demonstrate(self.config.algorithm.prepare_demonstrations(prompts), shared)
@@ -77,7 +78,7 @@ class DemonstratedRounds(Rounds):
 
 @dataclass(eq=False)
 class ScoredRounds(Rounds):
-    """Makes rollouts of the policy, which the task scores. sampling: what samples them, see `sampled_by`."""
+    """Makes rollouts of the policy, which the task scores. sampling: the policy or the generator, see `sampled_by`."""
 
     policy: Policy
     sampling: RolloutSource
@@ -103,7 +104,7 @@ class SampledRounds(ScoredRounds):
     """Samples all rollouts at once, or in micro-batches, each of which is scored while the next one is sampled."""
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
-        size, (draw, prompts) = self.config.group_size, self.drawn(draw)
+        size, (draw, prompts) = self.config.group_size, self.draw_prompts(draw)
         batch = self.sampled(prompts, draw.positions, step)
         batch.prompt = torch.tensor(draw.indices).repeat_interleave(size)
         batch.accuracy = self.task.accuracy(batch.samples)
@@ -112,8 +113,8 @@ class SampledRounds(ScoredRounds):
         return self.measure(batch, step)
 
     def sampled(self, prompts: list[Prompt], positions: list[int], step: int) -> Rollouts:
-        """Samples and scores a group of rollouts for each prompt. positions: those of the prompts in the order of the
-        run, which are the group ids and decide the seeds."""
+        """Samples and scores a group of rollouts for each prompt. positions: the prompts' positions in the order of
+        the run, which are the group ids and determine the seeds."""
         settings, size = self.config.rollout, self.config.group_size
         seeds = rollout_seeds(self.config.seed, positions, size)
         group = torch.tensor(positions).repeat_interleave(size)
@@ -141,10 +142,10 @@ class PooledRounds(ScoredRounds):
     """Takes the groups that are finished first from a pool of partial rollouts. The pool has the same size on every
     rank; towards the end of the run it holds no more groups than will be trained on."""
 
-    one_at_once: ClassVar[bool] = True
+    single_pending: ClassVar[bool] = True
     pool: Pool
 
-    def ahead(self) -> Draw | None:
+    def draw_ahead(self) -> Draw | None:
         return None
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:

@@ -36,10 +36,10 @@ class SelfCorrections(ExtraSource):
 
     makes: ClassVar[RolloutKind | None] = "other"
     type: str = "self_corrections"
-    text: str = option("\nWait, I will look again.\n", "between the two responses")
-    count: int = option(2, "such responses that join a group with right and wrong rollouts", ge=1)
-    accuracy: float = option(1.0, "of a rollout that counts as right", unit="accuracy")
-    _warned: bool = PrivateAttr(False)  # whether a warning was logged that nothing fits
+    text: str = option("\nWait, I will look again.\n", "text between the two responses")
+    count: int = option(2, "joined responses per group that has right and wrong rollouts", ge=1)
+    accuracy: float = option(1.0, "smallest accuracy of a right rollout", unit="accuracy")
+    _warned: bool = PrivateAttr(False)  # whether a warning was logged that all joined responses are too long
 
     @property
     def needs(self) -> Needs:
@@ -91,7 +91,7 @@ class SelfCorrections(ExtraSource):
             correct, wrong = (rows[accuracy >= self.accuracy].tolist(), rows[accuracy < self.accuracy].tolist())
             if not correct or not wrong:
                 continue
-            rng = random.Random(f"{self._context.seed} {group}")  # the same on whatever rank the group is
+            rng = random.Random(f"{self._context.seed} {group}")  # independent of the rank that has the group
             num_corrected = -(-self.count // 2) if len(wrong) > 1 else self.count
             pairs += [(rng.choice(wrong), rng.choice(correct)) for _ in range(num_corrected)]
             pairs += [tuple(rng.sample(wrong, 2)) for _ in range(self.count - num_corrected)]

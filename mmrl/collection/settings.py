@@ -1,4 +1,4 @@
-"""Settings of collection: prompts a step, rollouts of each, and which of them are kept."""
+"""Settings of collection: prompts per step, rollouts per prompt, and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ if TYPE_CHECKING:
 
 
 class DynamicSampling(Section):
-    """Groups that teach nothing are replaced by new ones until the batch is full (DAPO, arXiv 2503.14476)."""
+    """Groups without a learning signal are replaced by new ones until the batch is full (DAPO, arXiv 2503.14476)."""
 
-    max_rounds: int = option(4, "rounds of generation that a step may cost before it continues with what it has", ge=1)
+    max_rounds: int = option(
+        4, "largest number of generation rounds per step; then it continues with the groups that it has", ge=1
+    )
     low: float | None = option(None, "keep groups whose mean accuracy is at least this")
     high: float | None = option(None, "keep groups whose mean accuracy is at most this")
     shared: bool = option(
         True,
-        "ranks with more groups that teach something than they need give them to the others, so that a step has those "
-        "that one rank alone would have taken; false: each continues until it has its own",
+        "ranks with surplus groups that have a signal give them to other ranks, so that the batch does not depend on "
+        "the number of ranks; false: each rank samples until its own share is full",
     )
 
     @model_validator(mode="after")
-    def _rises(self) -> DynamicSampling:
+    def _check_range(self) -> DynamicSampling:
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"low={self.low} is above high={self.high}: no group would be kept")
         return self
 
 
 class Demonstrations(Section):
-    """Demonstrations of prompts."""
+    """Settings of `rollout` for algorithms that train on demonstrations."""
 
-    prompts: int = option(16, "prompts a step, over all ranks", ge=1)
-    sampler: PromptSampler = option(Permutation(), "which prompts a step gets")
+    prompts: int = option(16, "prompts per step, over all ranks", ge=1)
+    sampler: PromptSampler = option(Permutation(), "order of the prompts")
     max_idle_steps: int = option(
         50,
-        "steps in a row whose gradient was exactly 0, as where all rewards of every group are equal, after which the "
-        "run ends; after a fifth of them it says so",
+        "steps in a row with a gradient of exactly 0, for example because all rewards of every group are equal, after "
+        "which the run ends; after a fifth of them a warning is printed",
         unit="steps",
         ge=1,
     )
@@ -59,7 +61,7 @@ class Demonstrations(Section):
         return False
 
     @property
-    def longest_silence(self) -> int:
+    def unscored_limit(self) -> int:
         """Returns the number of consecutive unscored steps after which the run ends."""
         return 1
 
@@ -83,15 +85,15 @@ class Demonstrations(Section):
 
 
 class Independent(Demonstrations):
-    """Rollouts that are not compared with others of the same prompt."""
+    """Settings of `rollout` for algorithms that do not compare rollouts of the same prompt."""
 
-    group_size: int = option(1, "rollouts a prompt", ge=1)
-    micro_batch: int | None = option(None, "rollouts generated at once on a rank; default: all of them", ge=1)
+    group_size: int = option(1, "rollouts per prompt", ge=1)
+    micro_batch: int | None = option(None, "rollouts that a rank generates at once; null: all", ge=1)
     max_unscored_steps: int = option(
         3, "steps in a row in which no rollout could be scored, after which the run ends", unit="steps", ge=1
     )
     score_in_background: bool = option(False, "score one micro-batch while the next is generated")
-    extras: list[ExtraSource] = option([], "further sources of rollouts beside new ones")
+    extras: list[ExtraSource] = option([], "extra sources of rollouts, besides newly sampled ones")
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -106,7 +108,7 @@ class Independent(Demonstrations):
         return self.score_in_background
 
     @property
-    def longest_silence(self) -> int:
+    def unscored_limit(self) -> int:
         return self.max_unscored_steps
 
     @property
@@ -115,17 +117,17 @@ class Independent(Demonstrations):
 
 
 class Groups(Independent):
-    """Groups of rollouts that answer the same prompt."""
+    """Settings of `rollout` for algorithms that compare a group of rollouts of the same prompt."""
 
-    group_size: int = option(8, "rollouts a prompt", ge=1)
-    dynamic_sampling: DynamicSampling | None = option(None, "replace groups that teach nothing; null: keep all")
+    group_size: int = option(8, "rollouts per prompt", ge=1)
+    dynamic_sampling: DynamicSampling | None = option(None, "replace groups without a learning signal; null: keep all")
     twins: bool = option(
         False,
         "half of a group answers the prompt, half its twin, which differs in a word (FocusDiff)",
     )
 
     @model_validator(mode="after")
-    def _two_halves(self) -> Groups:
+    def _check_halves(self) -> Groups:
         if self.twins and self.group_size % 2:
             raise ValueError(f"group_size={self.group_size} is odd, and each twin gets half of a group; make it even")
         return self

@@ -43,11 +43,11 @@ class Journal:
 
     @property
     def episodes(self) -> int:
-        """The number of episodes in the file."""
+        """Returns the number of episodes in the file."""
         return sum(map(len, self.parts.values()))
 
     def find(self, indices: Sequence[int], prompts: Sequence[Prompt]) -> list[Sample] | None:
-        """Returns the samples of a batch if the file has it, else None. indices: those of its prompts."""
+        """Returns the samples of a batch if the file has it, else None. indices: the indices of its prompts."""
         if tuple(indices) not in self.parts:
             return None
         episodes = self.parts[tuple(indices)]
@@ -57,7 +57,7 @@ class Journal:
         ]
 
     def add(self, indices: Sequence[int], samples: Sequence[Sample]) -> None:
-        """Appends a batch of episodes, without their frames. indices: those of its prompts."""
+        """Appends a batch of episodes, without their frames. indices: the indices of its prompts."""
         records = []
         for sample in samples:
             assert sample.episode is not None
@@ -77,9 +77,8 @@ def evaluate(
     """
     settings = config.evaluation
     count = min(count, len(task.evaluation))
-    num_local = -(
-        -count // ranks.world
-    )  # equal on all ranks, as ZeRO-3 needs; duplicates of the last prompt are dropped below
+    # rounded up, so that all ranks have the same number, as ZeRO-3 needs; `by_index` drops copies of the last prompt
+    num_local = -(-count // ranks.world)
     indices = [min(ranks.rank + i * ranks.world, count - 1) for i in range(num_local)]
     samples: list[Sample] = []
     with display.work("evaluation", num_local) as work:
@@ -130,6 +129,7 @@ def summarize(rows: list[tuple[dict[str, float], str]], columns: list[str]) -> d
 
 
 def _not_nan(values: list[Any]) -> list[float]:
+    """Returns the values that are not NaN."""
     return [value for value in values if not math.isnan(value)]
 
 

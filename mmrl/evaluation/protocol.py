@@ -1,4 +1,4 @@
-"""The protocol of an evaluation in a simulator: everything that others need to repeat it, in the words of papers."""
+"""The protocol of an evaluation in a simulator: the settings and versions that are needed to repeat it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from mmrl.settings import plain
 from mmrl.sims.registry import PACKAGES, resolved
 
 RESULTS_FILE = "evaluations.jsonl"
-EXECUTION_KEYS = ("workers", "ray", "turns", "deadline_s")  # of a task: where episodes run, which changes no result
+# keys of a task about where episodes run, which do not change results
+EXECUTION_KEYS = ("workers", "ray", "turns", "deadline_s")
 
 
 def protocol(config: JobConfig, task: Task, chunk: int) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def digest(protocol_fields: dict[str, Any], model: str) -> str:
 
 
 def protocol_lines(protocol_fields: dict[str, Any], temperature: float) -> list[str]:
-    """Returns lines that describe a protocol to people. temperature: of sampling; 0 for greedy decoding."""
+    """Returns printed lines that describe a protocol. temperature: sampling temperature; 0: greedy decoding."""
     action, options = protocol_fields["action"], protocol_fields["options"]
     option_texts = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
     tasks = protocol_fields["tasks"]
@@ -81,14 +82,15 @@ def protocol_lines(protocol_fields: dict[str, Any], temperature: float) -> list[
 
 
 def rates_by_task(task: Task, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Returns the results of each task by name, see `_summary`, and with several tasks those of "all" together.
+    """Returns the results of each task by its name, see `_summary`; with several tasks, also those of all together
+    under "all".
 
     Episodes that the simulator lost, whose accuracy is NaN, are left out.
     """
     accuracies = task.accuracy(samples).tolist()
     episodes: dict[str, list[Any]] = {}
     for sample, accuracy in zip(samples, accuracies, strict=True):
-        if accuracy == accuracy:  # not lost
+        if accuracy == accuracy:  # not NaN
             episodes.setdefault(sample.prompt.metadata["task"], []).append(sample.episode)
     if len(episodes) > 1:
         episodes["all"] = [episode for episodes_of_task in episodes.values() for episode in episodes_of_task]
@@ -111,6 +113,7 @@ def _summary(episodes_of_task: Sequence[Any]) -> dict[str, float]:
 
 
 def success_line(name: str, decoding: str, rates: dict[str, float]) -> str:
+    """Returns the printed line of a task's results. decoding: such as greedy; rates: see `_summary`."""
     return (
         f"{name + ', ' + decoding:>28}  {rates['success']:.4f}  ({rates['low']:.3f} .. {rates['high']:.3f} at 95 %, "
         f"{rates['episodes']} episodes; at their end {rates['success_at_end']:.4f}, {rates['length']:.1f} actions long)"
@@ -122,7 +125,7 @@ def add_line(
 ) -> None:
     """Appends an evaluation as one line of JSON, which `scripts/bench/evaluations.py` prints as a table and repeats.
 
-    command: that made it. results: by decoding, then by task.
+    command: the command that ran the evaluation. results: results by decoding, then by task.
     """
     line = {"command": list(command), "protocol": protocol_fields, "found": results}
     with file.open("a") as out:

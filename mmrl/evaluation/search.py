@@ -33,7 +33,7 @@ class Search(Choice):
         """Returns one response for each prompt. seeds: one for each prompt."""
 
     def check(self, offered: Capabilities) -> None:
-        """Raises ValueError, in one line, for a policy that this search does not support."""
+        """Raises ValueError if the policy does not support this search. offered: what the policy offers."""
 
 
 class BestOf(Search):
@@ -43,7 +43,7 @@ class BestOf(Search):
     equation: ClassVar[str] = "argmax_i r(x_i), i from 1 to count"
     source: ClassVar[str] = "random search of Inference-Time Scaling beyond Denoising Steps, arXiv 2501.09732"
     type: str = "best_of"
-    count: int = option(8, "answers a prompt", ge=1)
+    count: int = option(8, "responses per prompt", ge=1)
 
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         import torch
@@ -61,13 +61,15 @@ class BestOf(Search):
 
 
 class Particles(Search):
-    """Denoises several chains of latents for each prompt and resamples them at some steps by the reward of the image
-    that each is expected to lead to (Feynman-Kac steering, difference potential). The best at the end is kept."""
+    """Denoises several chains of latents for each prompt and resamples them at some steps by the reward of the
+    predicted final image (Feynman-Kac steering, difference potential). The best at the end is kept."""
 
-    equation: ClassVar[str] = "resampled with weights softmax_i strength (r(E[x_0 | x_s]) - the same where it was last)"
+    equation: ClassVar[str] = (
+        "resampled with weights softmax_i strength (r(E[x_0 | x_s]) - the same at the previous resampling)"
+    )
     source: ClassVar[str] = "A General Framework for Inference-time Scaling and Steering, arXiv 2501.06848"
     type: str = "particles"
-    count: int = option(4, "chains a prompt", ge=1)
+    count: int = option(4, "chains per prompt", ge=1)
     every: int = option(3, "denoising steps between two resamplings", unit="steps", ge=1)
     strength: float = option(1.0, "factor of rewards in the resampling weights; 0: no resampling", ge=0)
     transition: DenoisingTransition = option(FlowSDE(), "the stochastic step")
@@ -90,7 +92,9 @@ class Particles(Search):
 class SampleSettings(Section):
     """Settings of `mmrl sample` and `mmrl eval`."""
 
-    search: Search | None = option(None, "make several answers a prompt, and keep the best by the rewards; null: one")
+    search: Search | None = option(
+        None, "sample several responses per prompt, and keep the one with the highest reward; null: one response"
+    )
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Fused operators for likelihoods, advantages and surrogates: one face each, computed by CUDA, C++ or plain torch."""
+"""Fused operators for likelihoods, advantages and surrogates: one function each, computed by CUDA, C++ or plain
+torch."""
 
 from mmrl.kernels.compiled import use
 from mmrl.kernels.operators import (

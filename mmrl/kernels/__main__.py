@@ -1,6 +1,6 @@
-"""python -m mmrl.kernels build [FOLDER]: compile ahead of time.
-python -m mmrl.kernels build --prebuilt: compile what a wheel carries, into the package, for all processors and GPUs.
-python -m mmrl.kernels status: what there is."""
+"""python -m mmrl.kernels build [FOLDER]: compile the kernels ahead of time.
+python -m mmrl.kernels build --prebuilt: compile the libraries of a wheel into the package, for all processors and GPUs.
+python -m mmrl.kernels status: print whether the kernels can be used."""
 
 import sys
 from pathlib import Path

@@ -15,12 +15,12 @@ from mmrl.kernels.toolchain import KernelError
 Backend = Literal["auto", "cuda", "cpu", "torch"]
 _log = logging.getLogger("mmrl.kernels")
 _backend: Backend = "auto"
-_state: dict[str, str] = {}  # "cpu", "cuda" -> "" once loaded, or why it could not be
+_state: dict[str, str] = {}  # "cpu", "cuda" -> "" once loaded, or the reason why loading failed
 loaded: dict[str, Path] = {}  # "cpu", "cuda" -> path of the library
 
 
 def use(backend: Backend) -> None:
-    """Chooses who computes from now on, in this process.
+    """Selects the backend that computes from now on in this process.
 
     auto    the compiled kernels of each tensor's device, where they can be built; elsewhere the torch reference, with
             one line in the log that says so
@@ -28,8 +28,8 @@ def use(backend: Backend) -> None:
     cpu     the C++ kernels for CPU tensors, the torch reference for all others
     torch   the torch reference
 
-    Builds and loads at once what "cuda" and "cpu" need. Raises KernelError if that cannot be done, ValueError for any
-    other name. float64 always goes to the reference.
+    For "cuda" and "cpu" the kernels are built and loaded at once. Raises KernelError if that fails, and ValueError for
+    any other name. The reference always computes float64.
     """
     global _backend
     if backend not in get_args(Backend):
@@ -43,7 +43,7 @@ def use(backend: Backend) -> None:
     _backend = backend
 
 
-def chosen(*tensors: torch.Tensor) -> bool:
+def uses_compiled(*tensors: torch.Tensor) -> bool:
     """Returns whether the compiled kernels compute for these tensors of one device; builds them on first use."""
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or _backend not in ("auto", device):
@@ -54,6 +54,7 @@ def chosen(*tensors: torch.Tensor) -> bool:
 
 
 def _ready(device: str) -> bool:
+    """Returns whether the kernels of a device are loaded; tries to load them in the first call."""
     if device not in _state:
         _load(device)
         if _state[device] and os.environ.get("RANK", "0") == "0":  # once for all ranks
@@ -62,35 +63,37 @@ def _ready(device: str) -> bool:
 
 
 # What torch.compiler.assume_constant_result does, without importing the whole compiler here: when a graph is traced,
-# the answer is found by calling the function, not by tracing into it.
+# the function is called, and its result is a constant of the graph.
 _ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _load(kind: str) -> None:
-    """Loads the kernels "cpu" or "cuda": those that came with mmrl, else compiled ones. Records why not in `_state`."""
+    """Loads the kernels "cpu" or "cuda": those that came with mmrl, else compiled ones. Stores the reason of a failure
+    in `_state`."""
     if kind in _state and not _state[kind]:
         return None
-    shipped, why = prebuilt.fitting(kind)
+    shipped, reason = prebuilt.fitting(kind)
     if shipped is not None:
         try:
-            return _take(kind, shipped)
+            return _load_library(kind, shipped)
         except OSError as error:
-            why = " ".join(str(error).split())
-    if why and os.environ.get("RANK", "0") == "0":  # once for all ranks
-        _log.warning("the %s kernels that came with mmrl are not used: %s", kind, why)
+            reason = " ".join(str(error).split())
+    if reason and os.environ.get("RANK", "0") == "0":  # once for all ranks
+        _log.warning("the %s kernels that came with mmrl are not used: %s", kind, reason)
     try:
-        _take(kind, toolchain.library(kind))
+        _load_library(kind, toolchain.library(kind))
     except (KernelError, OSError) as error:
         _state[kind] = " ".join(str(error).split())
 
 
-def _take(kind: str, path: Path) -> None:
+def _load_library(kind: str, path: Path) -> None:
+    """Loads a library, which registers its kernels, and records it as loaded."""
     torch.ops.load_library(str(path))
     _state[kind], loaded[kind] = "", path
 
 
 def find(kind: str) -> Path | None:
-    """Path of the library if it came with the package or was built here, None otherwise."""
+    """Returns the path of the library "cpu" or "cuda" if it came with the package or was built here, else None."""
     shipped, _ = prebuilt.fitting(kind)
     if shipped is not None or not toolchain.compiler(kind):
         return shipped

@@ -15,18 +15,19 @@ from torch import Tensor
 
 from mmrl.kernels import ops as _registered  # noqa: F401  (registers torch.ops.mmrl)
 from mmrl.kernels import reference
-from mmrl.kernels.compiled import chosen
+from mmrl.kernels.compiled import uses_compiled
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCTIONS = {"mean": False, "sum": True}
 BASELINES = ("mean", "leave_one_out", "none")
 SCALES = ("group_std", "batch_std", "none")
 MODES = ("token_mean", "sequence_mean", "sequence_sum", "constant")
-ROWS_AT_ONCE = {"cpu": 256, "cuda": 2048}  # of logits made from hidden states; more cost memory, fewer cost time
+# rows of logits that are computed from hidden states at once: more rows need more memory, fewer rows more time
+ROWS_AT_ONCE = {"cpu": 256, "cuda": 2048}
 
 
 class DenoisingStep(NamedTuple):
-    """x' [N, ...], its logp [N] and, on request, the mean of the transition [N, ...]."""
+    """The next sample x' [N, ...], its log-probability [N] and, on request, the mean of the transition [N, ...]."""
 
     x_next: Tensor
     logp: Tensor
@@ -89,7 +90,7 @@ def denoise_step(
         std,
         REDUCTIONS[reduction],
     )
-    if chosen(x, v, noise):
+    if uses_compiled(x, v, noise):
         x_next, logp, mean = torch.ops.mmrl.denoise_step(*args, keep_mean)
     else:
         x_next, logp, mean = reference.denoise_step(*args)
@@ -119,8 +120,8 @@ def denoise_logprob(
     log_ratio is logp - logp_old without subtracting two large numbers: exactly 0 where the means agree. Give the old
     policy by `mean_old`, or by `v_old`, from which d = a_v (v - v_old) keeps all digits (means close to each other are
     rounded: up to 1e-8 in log_ratio). x, v, x_next and all of these: [N, ...]; a_x, a_v, std: [N]. v_old and v_ref
-    have v's dtype. Gradients flow to `v` alone; everything else is data. Rows whose std is 0 give 0
-    and have no gradient.
+    have v's dtype. Gradients flow to `v` alone. Rows whose std is 0 give 0 and have no
+    gradient.
     """
     _denoise_shapes(x, v, x_next, "x_next", a_x, a_v, std, reduction)
     for name, other in (("mean_old", mean_old), ("v_old", v_old), ("v_ref", v_ref)):
@@ -139,7 +140,7 @@ def denoise_logprob(
         REDUCTIONS[reduction],
     )
     logp, ratio, kl = (
-        torch.ops.mmrl.denoise_logprob(*args) if chosen(x, v, x_next) else reference.denoise_logprob(*args)
+        torch.ops.mmrl.denoise_logprob(*args) if uses_compiled(x, v, x_next) else reference.denoise_logprob(*args)
     )
     has_old = mean_old is not None or v_old is not None
     return StepLikelihood(logp, ratio if has_old else None, None if v_ref is None else kl)
@@ -152,7 +153,7 @@ def token_logprob(
 
     logits: [..., V], a slice or a view is fine; targets: [...] int64 ids in the whole vocabulary. `columns` (start,
     stop) restricts the distribution to those columns, and only they are read. Impossible tokens (-inf) add nothing.
-    Gradients flow to `logits` from all three results; of full size only the logits are kept for them.
+    Gradients flow to `logits` from all three results; only the logits are saved for them at full size.
     """
     if logits.dim() == 0 or logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -163,7 +164,7 @@ def token_logprob(
     _fits("targets", targets, targets.shape, logits, (torch.int64,))
     scale = _inverse(temperature)
     logits, targets = _columns(logits, -1, targets, columns)
-    if not chosen(logits):
+    if not uses_compiled(logits):
         return TokenStatistics(*reference.token_logprob(logits, targets, scale))
     flat = logits if logits.dim() in (2, 3) else logits.reshape(-1, logits.shape[-1])
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
@@ -183,9 +184,9 @@ def hidden_logprob(
 ) -> TokenStatistics:
     """Computes `token_logprob` of logits = hidden @ weight.T, `chunk` rows at a time, without storing all logits.
 
-    hidden: [..., H]; weight: [V, H], the output matrix, of the same dtype, in which the logits of a chunk are made;
-    targets: [...] int64. Of `columns` (start, stop) only those rows of the matrix are multiplied; or tokens `excluded`
-    [any number] int64 are impossible. Logits are made again in backward. Gradients flow to `hidden` and `weight`.
+    hidden: [..., H]; weight: [V, H], the output matrix, in the dtype of `hidden`, which logits have too; targets: [...]
+    int64. `columns` (start, stop) restricts the vocabulary to these rows of the matrix, or `excluded`, [n] int64, lists
+    tokens of probability 0. Logits are recomputed in backward. Gradients flow to `hidden` and `weight`.
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(
@@ -200,10 +201,10 @@ def hidden_logprob(
     if excluded is not None and columns is not None:
         raise ValueError("give columns or excluded, not both")
     scale = _inverse(temperature)
-    weight, wanted = _columns(weight, 0, targets, columns)
+    weight, shifted_targets = _columns(weight, 0, targets, columns)
     size = chunk or ROWS_AT_ONCE.get(hidden.device.type, 1024)
-    flat, ids = hidden.reshape(-1, hidden.shape[-1]), wanted.reshape(-1).contiguous()
-    if chosen(hidden):
+    flat, ids = hidden.reshape(-1, hidden.shape[-1]), shifted_targets.reshape(-1).contiguous()
+    if uses_compiled(hidden):
         rows = torch.ops.mmrl.hidden_logprob(flat, weight, ids, excluded, scale, size)[:3]
     else:
         rows = reference.hidden_logprob(flat, weight, ids, excluded, scale, size)
@@ -249,7 +250,7 @@ def group_advantage(
         *(groups, BASELINES.index(baseline), SCALES.index(scale), float(eps)),
     )
     advantages, scored, mean, std = (
-        torch.ops.mmrl.group_advantage(*args) if chosen(table) else reference.group_advantage(*args)
+        torch.ops.mmrl.group_advantage(*args) if uses_compiled(table) else reference.group_advantage(*args)
     )
     return GroupAdvantage(advantages, scored, mean, std, std == 0)
 
@@ -272,10 +273,10 @@ def gae(
 
     v'_t is 0 where `terminated`, `bootstrap`[t] (the value of the final observation) where the episode is cut off, and
     values[t + 1] elsewhere. An episode is cut off where `truncated`, in the last column, and before a masked step.
-    Termination wins where both flags are set. Steps outside `mask` give 0 and pass nothing on, whatever they hold.
+    Termination wins where both flags are set. Steps outside `mask` give 0 and do not influence other steps.
 
-    Without `bootstrap`, an episode that is cut off raises RuntimeError on the CPU and gives NaN on a GPU: 0 there would
-    call a time limit a failure.
+    Without `bootstrap`, an episode that is cut off raises RuntimeError on the CPU and gives NaN on a GPU: a value of 0
+    would treat the time limit as a termination.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be [B, T], got {list(rewards.shape)}")
@@ -290,7 +291,7 @@ def gae(
         *(t.contiguous() for t in (rewards, values, *(t.bool() for _, t in flags))),
         *(None if bootstrap is None else bootstrap.contiguous(), float(gamma), float(lam)),
     )
-    return torch.ops.mmrl.gae(*args) if chosen(rewards) else reference.gae(*args)
+    return torch.ops.mmrl.gae(*args) if uses_compiled(rewards) else reference.gae(*args)
 
 
 def clipped_surrogate(
@@ -328,7 +329,7 @@ def clipped_surrogate(
     _fits("advantages", a, a.shape, log_ratio, (log_ratio.dtype,))
     divisor = float(length) if mode == "constant" and length is not None else 1.0
     whole = total.detach().to(log_ratio.device, torch.float64).reshape(()) if isinstance(total, Tensor) else None
-    if total is not None and whole is None:  # filled on the device: nothing is copied there
+    if total is not None and whole is None:  # filled on the device, without a copy from the host
         whole = torch.full((), float(total), dtype=torch.float64, device=log_ratio.device)
     args: tuple[Any, ...] = (
         log_ratio.contiguous(),
@@ -336,7 +337,7 @@ def clipped_surrogate(
         mask.bool().contiguous(),
         *(float(clip_low), float(clip_high), min(MODES.index(mode), 2), whole, divisor),
     )
-    if chosen(log_ratio):
+    if uses_compiled(log_ratio):
         loss, stats, _ = torch.ops.mmrl.clipped_surrogate(*args)
     else:
         loss, stats = reference.clipped_surrogate(*args)
@@ -368,7 +369,8 @@ def _fits(
     like: Tensor,
     dtypes: tuple[torch.dtype, ...] | None = FLOATS,
 ) -> None:
-    """Raises ValueError for a tensor of another shape, device or dtype, and for an empty one. name: for the message."""
+    """Raises ValueError if `t` is empty or has another shape than `shape`, another device than `like`, or none of
+    `dtypes` (None: any). name: the argument, for the message."""
     if t.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
     if t.numel() == 0:
@@ -398,6 +400,7 @@ def _columns(t: Tensor, axis: int, targets: Tensor, columns: tuple[int, int] | N
 
 
 def _inverse(temperature: float) -> float:
+    """Returns 1 / temperature. Raises ValueError unless it is positive and finite."""
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be positive, got {temperature}")
     return 1.0 / temperature

@@ -1,7 +1,7 @@
 """The compiled operators as torch sees them: schemas, shapes (fake kernels) and gradients.
 
-The kernels themselves are registered by the libraries that `compiled` loads. All tensors are [N, D] or [N] here; what
-users call is in `operators`.
+The kernels themselves are registered by the libraries that `compiled` loads. All tensors are [N, D] or [N] here. The
+functions that users call are in `operators`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ SCHEMAS = (
     f"clipped_surrogate_backward(Tensor g, {_RATIO}, Tensor factor, float low, float high) -> Tensor",
 )
 for _schema in SCHEMAS:
-    # Inductor must hand over what the checks in the kernels were made for: adjacent columns.
+    # Inductor must not change strides: the kernels require contiguous columns.
     _library.define(_schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
 
 Grads = tuple[Any, ...]
 
 
 def _wide(like: Tensor, *size: int) -> Tensor:
+    """Returns an empty fp32 tensor of this size on the device of `like`."""
     return like.new_empty(size, dtype=torch.float32)
 
 

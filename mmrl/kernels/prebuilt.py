@@ -1,9 +1,9 @@
 """Libraries that a wheel carries, so that a machine without compilers has the kernels too.
 
 `python -m mmrl.kernels build --prebuilt` fills the package's folder `prebuilt`: the C++ kernels for each level of the
-processor, and one CUDA library for all architectures where there is nvcc. The manifest beside them says what each was
-made for and what it holds. A library that does not fit this machine, or is not what the manifest says, is not loaded,
-and a line says why; then the kernels are compiled here, as without a wheel.
+processor, and, if nvcc is installed, one CUDA library for all architectures. The manifest beside them lists for each
+library its machine, instruction set and checksum. A library that does not fit this machine, or whose checksum differs,
+is not loaded, and a logged line says why; then the kernels are compiled here, as without a wheel.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from packaging.version import Version
 from mmrl.kernels import toolchain
 
 MANIFEST = "manifest.json"
-OLDEST_TORCH = "2.11"  # whose stable ABI the libraries are made for: toolchain.DEFINES
+OLDEST_TORCH = "2.11"  # the libraries use its stable ABI, see toolchain.DEFINES
 
 
 def build(into: Path | None = None) -> tuple[list[Path], str]:
-    """Builds every library that this machine can, in place of what lies in the folder. Returns their paths, and a line
-    about those that it can not build. Raises KernelError if a compiler fails, or if there is none."""
+    """Builds every library that this machine has a compiler for, in place of those in the folder `into` (None: the
+    package's). Returns their paths, and a line about libraries that could not be built ("": none). Raises KernelError
+    if a compiler fails, or if there is none."""
     folder = into or toolchain.SHIPPED
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("mmrl_*.so"), *folder.glob("mmrl_*.lock"), folder / MANIFEST]:
@@ -50,15 +51,15 @@ def build(into: Path | None = None) -> tuple[list[Path], str]:
 
 
 def fitting(kind: str) -> tuple[Path | None, str]:
-    """The shipped library for this machine; without one why none of those that are there can be used, "" where none
-    is there."""
+    """Returns the path of a shipped library "cpu" or "cuda" that this machine can use, and "". If there is none,
+    returns None and the reason why the shipped libraries cannot be used ("" if none is shipped)."""
     folder = toolchain.SHIPPED
     if not (folder / MANIFEST).is_file():
         return None, ""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        wanted = {name: facts for name, facts in manifest.items() if facts["kind"] == kind}
-        reasons = {name: _unfit(folder / name, facts) for name, facts in wanted.items()}
+        of_kind = {name: facts for name, facts in manifest.items() if facts["kind"] == kind}
+        reasons = {name: _unfit(folder / name, facts) for name, facts in of_kind.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return None, f"{folder / MANIFEST} cannot be read: {error}"
     good = [name for name, reason in reasons.items() if not reason]
@@ -68,7 +69,8 @@ def fitting(kind: str) -> tuple[Path | None, str]:
 
 
 def _unfit(path: Path, facts: dict[str, Any]) -> str:
-    """The reason why a shipped library is not for this machine; "" where it is."""
+    """Returns the reason why a shipped library cannot be used on this machine; "" if it can. facts: its entry in the
+    manifest."""
     if facts["machine"] != platform.machine():
         return f"it is for {facts['machine']}, this is {platform.machine()}"
     if facts["sources"] != toolchain.sources():
@@ -85,7 +87,7 @@ def _unfit(path: Path, facts: dict[str, Any]) -> str:
 
 
 def _other_cuda(facts: dict[str, Any]) -> str:
-    """The reason why the CUDA library can not run with this torch or on this GPU; "" where it can."""
+    """Returns the reason why the CUDA library cannot run with this torch or on this GPU; "" if it can."""
     major = facts["cuda"].split(".")[0]
     if torch.version.cuda is None or torch.version.cuda.split(".")[0] != major:
         return f"it was built with CUDA {facts['cuda']}, this torch with {torch.version.cuda}"
@@ -95,8 +97,9 @@ def _other_cuda(facts: dict[str, Any]) -> str:
 
 
 def _other_gpu(capability: tuple[int, int], architectures: list[str]) -> str:
-    """The reason why code for `architectures` does not run on this GPU; "" where it does: code of the same major and an
-    older minor number runs, and of the newest there is PTX, for GPUs that come after it."""
+    """Returns the reason why code for `architectures`, such as "90", does not run on a GPU of this compute capability
+    (major, minor); "" if it does. Code for the same major and a lower or equal minor number runs; newer GPUs run the
+    PTX of the newest architecture."""
     supported = [(int(a[:-1]), int(a[-1])) for a in architectures]
     if capability >= max(supported) or any(a[0] == capability[0] and a[1] <= capability[1] for a in supported):
         return ""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
+HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)  # constant of the Gaussian log-density; tau is 2 pi
 
 
 def denoise_step(
@@ -42,11 +42,11 @@ def denoise_logprob(
     each. x, v, x_next: [N, element]; a_x, a_v, std: [N]; total: sum over elements instead of mean."""
     x, v = _wide(x), _wide(v)
     mean = a_x[:, None] * x + a_v[:, None] * v
-    moved = None if mean_old is None else mean - _wide(mean_old)
+    difference = None if mean_old is None else mean - _wide(mean_old)
     if v_old is not None:
-        moved = a_v[:, None] * (v - _wide(v_old))
-    apart = None if v_ref is None else a_v[:, None] * (v - _wide(v_ref))
-    return _likelihood(mean, _wide(x_next), std, total, moved, apart)
+        difference = a_v[:, None] * (v - _wide(v_old))
+    ref_difference = None if v_ref is None else a_v[:, None] * (v - _wide(v_ref))
+    return _likelihood(mean, _wide(x_next), std, total, difference, ref_difference)
 
 
 def token_logprob(logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +55,7 @@ def token_logprob(logits: Tensor, targets: Tensor, inverse_temperature: float) -
     _assert((targets >= 0) & (targets < logits.shape[-1]), f"targets must be in [0, {logits.shape[-1]})")
     logp = (_wide(logits) * inverse_temperature).log_softmax(-1)
     p = logp.exp()
-    # Impossible tokens have logp -inf; as 0 they add nothing to the entropy, nor NaN to its gradient.
+    # For tokens of probability 0, logp is -inf. It is replaced by 0, since 0 * -inf would make the entropy NaN.
     entropy = -(p * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
     return logp.gather(-1, targets[..., None]).squeeze(-1), entropy, p.square().sum(-1)
 
@@ -74,7 +74,7 @@ def hidden_logprob(
         return token_logprob(logits, t, inverse_temperature)
 
     pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    parts = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in pieces]  # logits are made again in backward
+    parts = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in pieces]  # logits are recomputed in backward
     return tuple(torch.cat(rows) for rows in zip(*parts, strict=True))
 
 
@@ -107,22 +107,22 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Computes GAE advantages and returns (advantages + values), both [B, T]. mask: [B, T], real steps; bootstrap: [B,
     T], the value after a step where an episode is cut off."""
-    followed = torch.zeros_like(mask)
-    followed[:, :-1] = mask[:, 1:]
-    runs_on = mask & followed & ~terminated & ~truncated
-    cut = mask & ~terminated & ~runs_on
+    has_next = torch.zeros_like(mask)
+    has_next[:, :-1] = mask[:, 1:]
+    continues = mask & has_next & ~terminated & ~truncated
+    cut = mask & ~terminated & ~continues
     if bootstrap is None:
         _assert(~cut, "gae: an episode is cut off without termination; give bootstrap [B, T] there")
         bootstrap = torch.full_like(values, torch.nan)
-    after = torch.zeros_like(values)
-    after[:, :-1] = values[:, 1:]
-    after = bootstrap.where(cut, after.where(runs_on, 0))
-    delta = (rewards + gamma * after - values).where(mask, 0)
-    carried = torch.zeros_like(delta[:, 0])
+    next_values = torch.zeros_like(values)
+    next_values[:, :-1] = values[:, 1:]
+    next_values = bootstrap.where(cut, next_values.where(continues, 0))
+    delta = (rewards + gamma * next_values - values).where(mask, 0)
+    advantage = torch.zeros_like(delta[:, 0])
     advantages = []
     for t in reversed(range(delta.shape[1])):
-        carried = delta[:, t] + gamma * lam * carried.where(runs_on[:, t], 0)
-        advantages.append(carried)
+        advantage = delta[:, t] + gamma * lam * advantage.where(continues[:, t], 0)
+        advantages.append(advantage)
     result = torch.stack(advantages[::-1], 1)
     return result, (result + values).where(mask, 0)
 
@@ -151,34 +151,39 @@ def clipped_surrogate(
 
 
 def _likelihood(
-    mean: Tensor, x_next: Tensor, std: Tensor, total: bool, moved: Tensor | None = None, apart: Tensor | None = None
+    mean: Tensor,
+    x_next: Tensor,
+    std: Tensor,
+    total: bool,
+    difference: Tensor | None = None,
+    ref_difference: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probability, log-ratio and KL of Gaussian steps, [N] each; 0 where std is 0.
 
-    mean, x_next: [N, element]. moved: mean minus the old policy's mean; apart: mean minus the reference's. Without them
-    log-ratio and KL are 0.
+    mean, x_next: [N, element]. difference: mean minus the old policy's mean; ref_difference: mean minus the reference
+    policy's mean, both [N, element]. Without them log-ratio and KL are 0. total: sum over elements instead of mean.
     """
     _assert(std >= 0, "std must not be negative")
-    random, size = std != 0, mean.shape[1]
-    std = std.where(random, 1)
+    is_random, size = std != 0, mean.shape[1]
+    std = std.where(is_random, 1)
     variance = std.square()
     factor = 1 if total else 1 / size
-    gap = x_next - mean
-    logp = -gap.square().sum(1) * factor / (2 * variance)
+    deviation = x_next - mean
+    logp = -deviation.square().sum(1) * factor / (2 * variance)
     logp = logp - (std.log() + HALF_LOG_TAU) * (size if total else 1)
     ratio = kl = torch.zeros_like(logp)
-    if moved is not None:  # the direct form: exactly 0 for equal means
-        ratio = (moved * (2 * gap + moved)).sum(1) * factor / (2 * variance)
-    if apart is not None:
-        kl = apart.square().sum(1) * factor / (2 * variance)
-    return logp.where(random, 0), ratio.where(random, 0), kl.where(random, 0)
+    if difference is not None:  # exactly 0 for equal means, unlike a difference of two log-probabilities
+        ratio = (difference * (2 * deviation + difference)).sum(1) * factor / (2 * variance)
+    if ref_difference is not None:
+        kl = ref_difference.square().sum(1) * factor / (2 * variance)
+    return logp.where(is_random, 0), ratio.where(is_random, 0), kl.where(is_random, 0)
 
 
 def _moments(reward: Tensor, index: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the number of scored rewards of each unit (group), their mean and unbiased std, and whether they are
-    equal.
+    """Returns for each unit (group) the number of scored rewards, their mean and unbiased std, and whether they are all
+    equal; [unit] each.
 
-    reward: [N], NaN where it is not scored. index: [N], the unit of each. units: their number.
+    reward: [N], NaN where it is not scored. index: [N], the unit of each reward. units: number of units.
     """
     scored = ~reward.isnan()
     zeros = reward.new_zeros(units)
@@ -193,9 +198,11 @@ def _moments(reward: Tensor, index: Tensor, units: int) -> tuple[Tensor, Tensor,
 
 
 def _wide(x: Tensor) -> Tensor:
+    """Returns the tensor in fp32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _assert(condition: Tensor, message: str) -> None:
+    """Raises RuntimeError unless `condition` is True everywhere; on the CPU only, see the module."""
     if condition.device.type == "cpu":
         torch._assert_async(condition.all(), message)

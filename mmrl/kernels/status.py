@@ -14,15 +14,16 @@ BUILD = "python -m mmrl.kernels build"
 
 
 class Health(NamedTuple):
-    """The state of one backend. summary: a line. fix: the command that repairs it; "" if nothing is wrong."""
+    """The state of one backend. summary: one line about it. fix: a shell command that repairs it; "" if nothing is
+    wrong."""
 
     summary: str
     fix: str = ""
 
 
 def health() -> list[Health]:
-    """Checks the C++ and the CUDA kernels. Builds and loads the former, and the latter where there is a GPU; compares
-    every operator with the torch reference on small inputs.
+    """Checks the C++ and the CUDA kernels. Builds and loads them, the CUDA kernels only if there is a GPU, and
+    compares every operator with the torch reference on small inputs.
     """
     return [_health("cpu"), _health("cuda") if torch.cuda.is_available() else Health(_without_gpu())]
 
@@ -35,10 +36,10 @@ def status() -> list[str]:
 def _health(kind: compiled.Backend) -> Health:
     """Checks that a backend loads and agrees with the torch reference."""
     compiled._load(kind)
-    if why := compiled._state[kind]:
+    if reason := compiled._state[kind]:
         compiler = "sudo apt-get install g++" if kind == "cpu" else "sudo apt-get install nvidia-cuda-toolkit"
         fix = BUILD if toolchain.compiler(kind) else f"{compiler} && {BUILD}"
-        return Health(f"{kind}: not usable, plain PyTorch is used instead: {why}", fix)
+        return Health(f"{kind}: not usable, plain PyTorch is used instead: {reason}", fix)
     if wrong := [name for name, call in _calls(kind).items() if not _agree(kind, call)]:
         summary = f"{kind}: {', '.join(wrong)} is wrong: differs from plain PyTorch; set kernels.backend=torch"
         return Health(summary, f"rm {compiled.loaded[kind]} && {BUILD}")
@@ -46,6 +47,7 @@ def _health(kind: compiled.Backend) -> Health:
 
 
 def _without_gpu() -> str:
+    """Returns the line about the CUDA kernels on a machine without a GPU."""
     if built := compiled.find("cuda"):
         return f"cuda: built, no GPU here to load it for ({built})"
     return "cuda: not built, no GPU here" + ("" if toolchain.compiler("cuda") else " and no nvcc")

@@ -1,8 +1,8 @@
-"""The toolchain of the kernels: which compilers there are, for what they compile, and what a library is called.
+"""The toolchain of the kernels: the compilers of this machine, their flags and targets, and the names of libraries.
 
-A library is named by a hash of its sources, flags and architecture, so a stale one is never loaded, and built under a
-file lock into a temporary name, so any number of ranks may ask for it at once. The stable ABI of LibTorch lets one
-library serve torch 2.11 and later, with any Python.
+A library is named by a hash of its sources, flags and architecture, so an outdated one is never loaded. It is built
+under a file lock into a temporary name, so any number of ranks may request it at once. The stable ABI of LibTorch lets
+one library serve torch 2.11 and later, with any Python.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _log = logging.getLogger("mmrl.kernels")
 SOURCES = Path(__file__).parent / "csrc"
 FILES = {"cpu": "cpu.cpp", "cuda": "cuda.cu", "emulated": "emulated.cpp"}  # the last one is for tests
 SHIPPED = Path(__file__).parent / "prebuilt"  # where a wheel carries libraries
-CUDA_ARCHITECTURES = ("80", "90", "100", "120")  # machine code for these, and PTX of the last for what comes after
-LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3", "DEFAULT": ""}  # -march by what torch found in this processor
+CUDA_ARCHITECTURES = ("80", "90", "100", "120")  # machine code for these, and PTX of the last one for newer GPUs
+LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3", "DEFAULT": ""}  # instruction set by torch's name -> -march
 DEFINES = ("-DTORCH_TARGET_VERSION=0x020b000000000000",)  # the ABI of torch 2.11
 # No contraction into fused multiply-adds: replay must round as sampling did, on every processor.
 CPU_FLAGS = (
@@ -39,7 +39,7 @@ CUDA_FLAGS = (
 
 
 class KernelError(RuntimeError):
-    """A backend that was requested by name is not available; the text is one line that says why."""
+    """Raised if a backend that was requested by name is not available. The message is one line with the reason."""
 
 
 def build(kinds: Sequence[str] | None = None, into: Path | None = None) -> list[Path]:
@@ -48,18 +48,19 @@ def build(kinds: Sequence[str] | None = None, into: Path | None = None) -> list[
     "cpu" needs g++ (or $CXX), "cuda" nvcc but no GPU. `into` is a folder other than the cache. Raises KernelError if a
     compiler fails, or if one of the requested `kinds` has none.
     """
-    wanted = [kind for kind in ("cpu", "cuda") if compiler(kind)] if kinds is None else list(kinds)
-    return [library(kind, into) for kind in wanted]
+    available = [kind for kind in ("cpu", "cuda") if compiler(kind)]
+    return [library(kind, into) for kind in (available if kinds is None else kinds)]
 
 
 def library(kind: str, into: Path | None = None) -> Path:
-    """Path of the library "cpu" or "cuda", built if it does not exist yet. Raises KernelError with the reason if
-    not."""
+    """Returns the path of the library "cpu" or "cuda", which is built if it does not exist yet. Raises KernelError with
+    the reason if that fails. into: a folder other than the cache."""
     return built(kind, into or cache())
 
 
 def built(kind: str, folder: Path, for_level: str | None = None) -> Path:
-    """The library in a folder, built if it does not exist yet; `for_level`: of another processor than this one."""
+    """Returns the path of a library in a folder, which is built if it does not exist yet. for_level: instruction set, a
+    key of LEVELS; None: this processor's."""
     if not compiler(kind):
         raise KernelError(f"no {'nvcc' if kind == 'cuda' else 'C++ compiler'} found")
     target = folder / file_name(kind, for_level)
@@ -74,38 +75,39 @@ def built(kind: str, folder: Path, for_level: str | None = None) -> Path:
 
 
 def cache() -> Path:
-    """The folder of built libraries: $MMRL_KERNEL_CACHE, or mmrl/kernels in the user's cache folder."""
+    """Returns the folder of built libraries: $MMRL_KERNEL_CACHE, or mmrl/kernels in the user's cache folder."""
     if chosen_by_user := os.environ.get("MMRL_KERNEL_CACHE"):
         return Path(chosen_by_user)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmrl" / "kernels"
 
 
 def compiler(kind: str) -> str | None:
+    """Returns the path of nvcc for "cuda", of the C++ compiler otherwise; None if it is not installed."""
     if kind != "cuda":
         return shutil.which(os.environ.get("CXX", "g++"))
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
 def level() -> str:
-    """The instruction set of this processor by torch's name, one of LEVELS."""
+    """Returns the instruction set of this processor by torch's name, a key of LEVELS."""
     capability = torch.backends.cpu.get_cpu_capability()
     return capability if capability in LEVELS else "DEFAULT"
 
 
 def architectures() -> list[str]:
-    """Those of CUDA_ARCHITECTURES that nvcc knows; an older one lacks the newest."""
+    """Returns the CUDA_ARCHITECTURES that nvcc supports; an older nvcc does not support the newest."""
     listed = subprocess.run([str(compiler("cuda")), "--list-gpu-code"], capture_output=True, text=True).stdout.split()
     return [a for a in CUDA_ARCHITECTURES if f"sm_{a}" in listed]
 
 
 def toolkit() -> str:
-    """The version of nvcc, such as 13.0."""
+    """Returns the version of nvcc, such as 13.0."""
     output = subprocess.run([str(compiler("cuda")), "--version"], capture_output=True, text=True).stdout
     return output.partition("release ")[2].partition(",")[0]
 
 
 def sources() -> str:
-    """A digest of the sources of all libraries."""
+    """Returns a hash of the sources of all libraries."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
@@ -126,19 +128,20 @@ def _flags(kind: str, for_level: str | None = None) -> list[str]:
 
 
 def file_name(kind: str, for_level: str | None = None) -> str:
+    """Returns the file name of a library, with a hash of its flags and sources."""
     digest = hashlib.sha256(" ".join([*_flags(kind, for_level), sources()]).encode())
     return f"mmrl_{kind}-{platform.machine()}-{digest.hexdigest()[:16]}.so"
 
 
 def _compile(kind: str, target: Path, for_level: str | None = None) -> None:
-    """Compiles the kernels "cpu" or "cuda" to the library `target`. for_level: x86 level of another processor. Raises
+    """Compiles the kernels "cpu" or "cuda" to the library `target`. for_level: as in `built`. Raises
     KernelError with the compiler's message."""
     root = Path(torch.__file__).parent
     libraries = [f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         out = Path(scratch) / target.name
         command = [str(compiler(kind)), *_flags(kind, for_level), "-isystem", str(root / "include")]
-        # The symbols of LibTorch are found through the libraries named here, which the process has loaded by then.
+        # The symbols of LibTorch come from the libraries named here, which the process has loaded before this one.
         command += [str(SOURCES / FILES[kind]), "-Xlinker", "--no-as-needed", *libraries, "-o", str(out)]
         length = {"cuda": "two minutes"}.get(kind, "10 seconds")
         _log.warning("compiling the %s kernels, once, in about %s: %s", kind, length, target)

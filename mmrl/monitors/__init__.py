@@ -1,1 +1,1 @@
-"""Guards: bands that metrics shall stay in, and what happens when they do not."""
+"""Guards: each watches a metric and acts when the metric leaves its band."""

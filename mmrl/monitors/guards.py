@@ -108,7 +108,7 @@ class Guard(Section):
     action: Action = option(Warn(), "action to take")
 
     @model_validator(mode="after")
-    def _band(self) -> Guard:
+    def _check_band(self) -> Guard:
         if self.low == -math.inf and self.high == math.inf:
             raise ValueError(f"the guard of {self.metric} has no band: set low or high")
         if self.low > self.high:
@@ -133,9 +133,9 @@ class Guards:
         return not any(self.outside)
 
     def judge(self, metrics: Mapping[str, float], run: GuardedRun, *, evaluation: bool = False) -> dict[str, float]:
-        """Checks new metrics, and acts if a guard has to.
+        """Checks new metrics, and takes the action of each guard whose metric has left its band.
 
-        metrics: those of a step, or of an evaluation if `evaluation` is set; only guards on such metrics are checked.
+        metrics: those of a step, or of an evaluation if `evaluation` is set; only guards of such metrics are checked.
         Returns `outside/<metric>`, the number of consecutive values outside the band, for the metrics of the step.
 
         Raises UserError if a guard's metric does not exist, or if an action stops the run.

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Blank(View):
-    """The prompt with uniformly grey images: a response under it cannot depend on them."""
+    """The prompt with uniformly grey images: a response to it cannot depend on the images."""
 
     equation: ClassVar[str] = "every pixel = level"
     source: ClassVar[str] = "the image that pointwise mutual information leaves out, as for MIRL"
     test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
     type: str = "blank"
-    level: int = option(127, "noise level of every pixel and channel", ge=0, le=255)
+    level: int = option(127, "grey level of every pixel and channel", ge=0, le=255)
 
     def change(self, prompt: Prompt) -> Prompt:
         from PIL import Image
@@ -31,7 +31,7 @@ class Blank(View):
 
 
 class Mirrored(View):
-    """The prompt with its images and frames flipped left to right: positions change in a known way."""
+    """The prompt with its images and frames flipped left to right, so that left and right are swapped."""
 
     equation: ClassVar[str] = "x <- width - 1 - x"
     source: ClassVar[str] = "consistency under flips, as for OT-GRPO"

@@ -22,7 +22,7 @@ class SuccessTrackingSampler(PromptSampler):
     """A sampler that keeps a moving average of each prompt's success: the accuracy, or the reward if that is
     unknown."""
 
-    decay: float = option(0.5, "weight of the newest visit in a prompt's average", gt=0, le=1)
+    decay: float = option(0.5, "weight of a prompt's newest group in its average", gt=0, le=1)
     _size: int = PrivateAttr(0)
     _seed: int = PrivateAttr(0)
     _num_drawn: int = PrivateAttr(0)
@@ -107,7 +107,7 @@ class SuccessWeighted(WeightedSampler):
         "hard", "hard: prompts that are solved seldom; uncertain: prompts that are solved half of the time"
     )
     floor: float = option(0.05, "weight of a prompt that is always solved", gt=0)
-    prior: float = option(0.5, "success of a prompt that was never seen", ge=0, le=1)
+    prior: float = option(0.5, "success of a prompt that was never sampled", ge=0, le=1)
 
     def weights(self) -> np.ndarray:
         rates = values_by_prompt(self._rates, self._size, self.prior).clip(0.0, 1.0)
@@ -118,7 +118,7 @@ class SuccessWindow(SuccessTrackingSampler):
     """Visits all prompts in random order and skips those whose success rate is outside [low, high]. Every `recheck`
     rounds none is skipped."""
 
-    equation: ClassVar[str] = "pass over i where s_i < low or s_i > high, except in every recheck-th round"
+    equation: ClassVar[str] = "skip i where s_i < low or s_i > high, except in every recheck-th round"
     source: ClassVar[str] = (
         "rollout-based instance filtering, reconstructed from RIF-RFT's abstract; dropping what is mastered: POLARIS"
     )
@@ -126,7 +126,7 @@ class SuccessWindow(SuccessTrackingSampler):
     type: str = "success_window"
     low: float = option(0.01, "smallest average success of a prompt that is sampled", ge=0, le=1)
     high: float = option(0.99, "largest average success of a prompt that is sampled", ge=0, le=1)
-    recheck: int = option(4, "every so many rounds no prompt is passed over", unit="rounds", ge=1)
+    recheck: int = option(4, "period of the rounds in which no prompt is skipped", unit="rounds", ge=1)
     _order: Permutation = PrivateAttr(default_factory=Permutation)
 
     def start(self, size: int, seed: int) -> None:
@@ -169,9 +169,11 @@ class SkipFlat(SuccessTrackingSampler):
     source: ClassVar[str] = "GRESO, arXiv 2506.02177, with one chance to explore for easy and hard prompts alike"
     test: ClassVar[str] = TEST
     type: str = "skip_flat"
-    explore: float = option(0.5, "probability of a prompt whose last group had equal rewards", gt=0, lt=1)
+    explore: float = option(0.5, "probability of sampling a prompt whose last group had equal rewards", gt=0, lt=1)
     _order: Permutation = PrivateAttr(default_factory=Permutation)
-    _flat: dict[int, int] = PrivateAttr(default_factory=dict)  # last groups in a row with equal rewards, by prompt
+    _flat: dict[int, int] = PrivateAttr(
+        default_factory=dict
+    )  # by prompt: number of its last groups in a row with equal rewards
 
     def start(self, size: int, seed: int) -> None:
         super().start(size, seed)
@@ -220,7 +222,7 @@ class Volatility(SuccessTrackingSampler):
     source: ClassVar[str] = "reconstructed from DoPR's abstract: reward volatility and an exploration bonus"
     test: ClassVar[str] = TEST
     type: str = "volatility"
-    c: float = option(0.5, "weight of the bonus for what was seldom seen", ge=0)
+    c: float = option(0.5, "weight of the bonus for seldom sampled prompts", ge=0)
     _spread: dict[int, float] = PrivateAttr(default_factory=dict)  # average std of the rewards, by prompt
     _visits: dict[int, int] = PrivateAttr(default_factory=dict)
 

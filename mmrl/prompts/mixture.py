@@ -60,7 +60,8 @@ class CategorySampler(PromptSampler):
         """Returns the category of each of the next `count` prompts."""
 
     def _next(self, name: str) -> int:
-        """Returns the next prompt of category `name`: each once a round, in a new random order each round."""
+        """Returns the next prompt of category `name`: each prompt once per round, in a new random order in each
+        round."""
         import numpy as np
 
         members, num_drawn = self._members[name], self._num_drawn[name]
@@ -76,6 +77,7 @@ class CategorySampler(PromptSampler):
         return np.random.default_rng([self._seed, self._num_draws])
 
     def _by_category(self, outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+        """Groups outcomes by the category of their prompt."""
         grouped: dict[str, list[Outcome]] = {}
         for outcome in outcomes:
             grouped.setdefault(self._category_of[outcome.prompt], []).append(outcome)
@@ -96,7 +98,7 @@ class CategoryBandit(CategorySampler):
     source: ClassVar[str] = "self-evolving curriculum, arXiv 2505.14970"
     test: ClassVar[str] = TEST
     type: str = "category_bandit"
-    temperature: float = option(0.2, "higher: categories are sampled more evenly", gt=0)
+    temperature: float = option(0.2, "temperature of the softmax; higher: categories are sampled more evenly", gt=0)
     rate: float = option(0.3, "weight of the newest step in a category's average", gt=0, le=1)
 
     def _categories(self, count: int) -> list[str]:
@@ -123,8 +125,8 @@ class TaskQuotas(CategorySampler):
 
     equation: ClassVar[str] = (
         "shares = softmax(w); w_c <- w_c - rate share_c (d_c - sum_k share_k d_k), d the fall of log "
-        "loss, loss = 1 - average success, at least 0.001; quotas are fractions of the step's prompts, largest "
-        "remainders rounded up"
+        "loss, loss = 1 - average success, at least 0.001; quotas are shares of the step's prompts; the largest "
+        "remainders are rounded up"
     )
     source: ClassVar[str] = "FAMO's rule as MT-GRPO uses it, arXiv 2602.05547, by plain steps"
     test: ClassVar[str] = TEST

@@ -32,7 +32,7 @@ class PromptSampler(Choice):
     """
 
     title: ClassVar[str] = "prompt sampler"
-    changes: ClassVar[frozenset[str]] = frozenset({"prompts"})  # what of a training step it changes
+    changes: ClassVar[frozenset[str]] = frozenset({"prompts"})  # what the sampler changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "permutation": "mmrl.prompts.sampler:Permutation",
         "success_weighted": "mmrl.prompts.curriculum:SuccessWeighted",
@@ -63,7 +63,7 @@ class PromptSampler(Choice):
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, which `load` restores: numbers, strings, lists and dicts of them. Later
-        draws do not change what was returned."""
+        draws do not change the returned value."""
 
     @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ class PromptSampler(Choice):
 class Permutation(PromptSampler):
     """Every prompt once an epoch, in a new random order each epoch."""
 
-    equation: ClassVar[str] = "a permutation of the seed and the epoch"
+    equation: ClassVar[str] = "a random permutation, seeded by the run's seed and the epoch"
     source: ClassVar[str] = "random reshuffling"
 
     type: str = "permutation"

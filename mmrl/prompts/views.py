@@ -20,11 +20,11 @@ class View(Choice):
     """A change of a prompt, such as masked images or removed text. A method compares the likelihood of the same
     response with and without it.
 
-    The change depends on the prompt and the training step alone, so that all rollouts of a group see the same.
+    The change depends on the prompt and the training step alone, so that all rollouts of a group get the same view.
     """
 
     title: ClassVar[str] = "view"
-    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # what of a training step it changes
+    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # what the view changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "masked_patches": "mmrl.prompts.views:MaskedPatches",
         "no_text": "mmrl.prompts.views:NoText",
@@ -71,8 +71,8 @@ class View(Choice):
 
 
 class RandomView(View):
-    """A view with random numbers, seeded by the prompt's id and the training step: new in every step, and the same
-    after a resume. Its `change` takes them from `generator`."""
+    """A view with random numbers, seeded by the prompt's id and the training step: they are new in every step, and the
+    same in a resumed run. Its `change` takes them from `generator`."""
 
     _step: int = PrivateAttr(0)
 
@@ -91,7 +91,7 @@ class RandomView(View):
 
 
 class MaskedPatches(RandomView):
-    """Random square patches of every image and frame are black, new ones in every step."""
+    """The prompt with random square patches of every image and frame blacked out, new patches in every step."""
 
     equation: ClassVar[str] = "a patch is black with probability `share`"
     source: ClassVar[str] = "PAPO, arXiv 2507.06448"

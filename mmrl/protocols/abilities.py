@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 Ability = TypeVar("Ability", bound=type)
-DESCRIPTIONS: dict[type, str] = {}  # by ability, for error messages
+DESCRIPTIONS: dict[type, str] = {}  # ability -> what error messages write after "needs"
 
 
 def ability(description: str) -> Callable[[Ability], Ability]:
@@ -164,7 +164,7 @@ class SampledActions:
     """Chunks of actions that the current policy samples at n observations.
 
     observations: as `OffPolicy.encode_observations` returns them; chunks: as `OffPolicy.encode_chunks` does, for whole
-    chunks; logp: that of each chunk, or None where it was not asked for."""
+    chunks; logp: the log-probability of each chunk, None if it was not requested."""
 
     observations: Tensor  # [n, size] without gradient
     chunks: Tensor  # [n, size]
@@ -201,9 +201,9 @@ class OffPolicy(Protocol):
     def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
         """Samples a chunk for each prompt as in a rollout, at metadata["observation"], without executing it.
 
-        seeds: one for each prompt; groups: seeds of their groups. Returns single policy steps without rewards. The
-        prompts of their samples have the chunk as metadata["proposal"], [chunk, action] in the robot's units, and its
-        seed as metadata["proposal_seed"]."""
+        seeds: one for each prompt; groups: a seed for each prompt, equal within a group. Returns single policy steps
+        without rewards. The prompts of their samples have the chunk as metadata["proposal"], [chunk, action] in the
+        robot's units, and its seed as metadata["proposal_seed"]."""
 
 
 @ability("stored observations and actions that a Q function can read (model.type=vision_language_action)")
@@ -237,7 +237,8 @@ class UnevenCost(Protocol):
     """A policy whose rollouts differ in how long a training update on them takes."""
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
-        """Returns a length that the cost of an update is about proportional to, such as tokens, [rollout] int64."""
+        """Returns a length, such as the number of tokens, that is roughly proportional to the cost of an update,
+        [rollout] int64."""
 
 
 @runtime_checkable
@@ -253,7 +254,7 @@ class Recording(Protocol):
 
     def recorded_replay(self, rollouts: Rollouts) -> Replay | None:
         """Returns the replay under the weights that sampled the rollouts, without a forward pass. It equals a computed
-        one up to rounding. Returns None where it was not kept, then on all ranks."""
+        one up to rounding. Returns None, on all ranks, if it was not kept."""
 
 
 @runtime_checkable
@@ -262,5 +263,5 @@ class ResamplingStates(Protocol):
     resample these states for each epoch of updates."""
 
     def resample_states(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
-        """Returns the rollouts with new states. epoch: from 1, the second epoch, on. keep: [rollout] bool, True where a
-        rollout keeps its states. Returns None, then on all ranks, where all epochs use the same states."""
+        """Returns the rollouts with new states. epoch: number of finished epochs, at least 1. keep: [rollout] bool,
+        True where a rollout keeps its states. Returns None, on all ranks, if all epochs use the same states."""

@@ -23,7 +23,7 @@ class AuxiliaryModule(Generic[Network]):
         self.has_master_weights = any(p.dtype == torch.bfloat16 for p in self.trained)
         self.weights = [p.detach().float().requires_grad_() if self.has_master_weights else p for p in self.trained]
         self.optimizer = torch.optim.Adam(self.weights, lr=lr)
-        self.updates = 0  # so far
+        self.updates = 0  # optimizer steps so far
 
     def predict(self, *inputs: Tensor) -> Tensor:
         """Returns the module's output without a gradient."""
@@ -38,8 +38,8 @@ class AuxiliaryModule(Generic[Network]):
     def descend(self, losses: Iterable[Tensor], total: Callable[[Tensor], Tensor]) -> None:
         """Takes one optimizer step on the sum of 0-d losses over all ranks.
 
-        losses: those of this rank's inputs; they are computed one after the other, so that only one at a time holds its
-        activations. total: returns the sum of a tensor over the ranks."""
+        losses: those of this rank's inputs; they are computed one after another, so that only one at a time
+        holds its activations. total: returns the sum of a tensor over the ranks."""
         self.module.zero_grad()
         for loss in losses:
             loss.backward()

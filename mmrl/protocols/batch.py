@@ -19,9 +19,9 @@ R = TypeVar("R", bound=Record)
 
 
 class Batch:
-    """The rollouts of a step before they are learned from.
+    """The rollouts of a step before the updates on them.
 
-    rollouts: this rank's. rollout_mask: [rollout] bool, False where a mask has excluded the rollout.
+    rollouts: those of this rank. rollout_mask: [rollout] bool, False where a mask has excluded the rollout.
 
     `column` and the methods `gather...` are collectives: every rank must call them in the same order. They return the
     values of all ranks in rank order, so that results do not depend on how rollouts are distributed.
@@ -127,7 +127,7 @@ class Batch:
         self.reports |= numbers
 
     def _group_mean(self, values: Tensor) -> Tensor:
-        """Returns the mean of its group for each rollout of all ranks, without NaN. values: [rollout]."""
+        """Returns for each rollout of all ranks the mean of `values` [rollout] over its group, ignoring NaN."""
         group = self.column("group")
         means = torch.full_like(values, torch.nan)
         for g in group.unique():
@@ -154,6 +154,7 @@ class Batch:
 
 
 def _rewards(rollouts: Rollouts, rollout_mask: Tensor) -> Tensor:
+    """Returns the rewards [rollout, component]; NaN for rollouts that a mask has excluded."""
     assert rollouts.rewards is not None
     return rollouts.rewards.where(rollout_mask[:, None], torch.nan)
 

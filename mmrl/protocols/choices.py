@@ -23,7 +23,7 @@ class TeacherChoices(DecisionColumn):
 
     @property
     def is_full_vocabulary(self) -> bool:
-        """Returns whether the alternatives are all that there are, rather than the k likeliest."""
+        """Returns whether the alternatives are the whole vocabulary, not only the k likeliest tokens."""
         return False
 
 

@@ -32,11 +32,11 @@ class NeededColumn:
 def check_column(
     key: str, needed: NeededColumn, rewards: Sequence[str], metadata: Mapping[str, Any], *, paired: bool
 ) -> None:
-    """Raises ValueError in one line for a column that the job's rollouts do not have, or that is the same for all
-    rollouts of a group although it must differ.
+    """Raises ValueError if the job's rollouts do not have a column, or if it is the same for all rollouts of a group
+    although it must differ.
 
-    key: the configuration key of the part that reads the column. rewards: names of the task's rewards. metadata: of one
-    of the task's prompts. paired: whether a group has two prompts.
+    key: the configuration key of the part that reads the column. rewards: names of the task's rewards. metadata: the
+    metadata of one of the task's prompts. paired: whether a group has two prompts.
     """
     column, known = needed.column, ", ".join(sorted(ROLLOUT_COLUMNS))
     if column.startswith(REWARD):

@@ -23,9 +23,9 @@ R_co = TypeVar("R_co", covariant=True)  # a record; for a ReplayedMeasurement an
 
 @dataclass(frozen=True)
 class MeasurementContext:
-    """Inputs of a measurement. policy: has every ability that the measurement requires. seed: that of the run. step:
-    number of finished steps. group_size: rollouts of a prompt. max_over_ranks: the maximum of a number over the ranks,
-    a collective."""
+    """Inputs of a measurement. policy: has every ability that the measurement requires. seed: the run's seed. step:
+    number of finished steps. group_size: rollouts per prompt. max_over_ranks: the maximum of a number over the ranks, a
+    collective."""
 
     policy: Any
     task: Task
@@ -85,7 +85,7 @@ class PreparedContext(MeasurementContext):
 class ReplayedContext:
     """Inputs of a measurement in an update. policy: has every ability that the measurement requires. engine: wraps the
     policy's module; passed to `Policy.replay` as `model`, it gives log-probabilities with a gradient. step: number of
-    finished steps. seed: that of the run. modules: networks that are trained beside the policy."""
+    finished steps. seed: the run's seed. modules: networks that are trained beside the policy."""
 
     policy: Any
     engine: Any
@@ -100,7 +100,7 @@ class Measurement(ABC, Generic[R_co]):
 
     requires: the ability that `context.policy` must have, checked before anything is loaded; None: none beyond
     `Policy`. cost: what it adds to a step, as text for `mmrl methods`. needs_sampling_weights: whether it must be
-    computed with the weights that sampled the rollouts; they are gone where rollouts are sampled ahead of training.
+    computed with the weights that sampled the rollouts; they no longer exist if rollouts are sampled ahead of training.
     needs_frames: whether it reads `Episode.frames`. trains_copy: whether it trains a full copy of the policy, which
     takes memory and excludes ZeRO stage 3.
     """

@@ -44,7 +44,7 @@ class Reference:
 class Needs:
     """Requirements of an algorithm, or of a part of it (a term, a shaper, a mask), on the rest of the job.
 
-    - offers: what the policy's decisions must support, as keys of OFFERS and ability classes
+    - offers: features that the policy's decisions must support, as keys of OFFERS and ability classes
     - old: log-probabilities under the policy that sampled the rollouts, in each micro-batch of the loss
     - reference: log-probabilities under the reference policy
     - critic: an estimate of the value of every observation
@@ -113,8 +113,8 @@ def merge_needs(parts: Iterable[Needs]) -> Needs:
 @dataclass(frozen=True)
 class Capabilities:
     """The capabilities of a job's policy. source: the key and value that determine them, for error messages, such as
-    "model.type=diffusion". offers: what its decisions support. groups: names of further parameter groups, such as
-    "critic"."""
+    "model.type=diffusion". offers: what its decisions support. groups: names of parameter groups besides the
+    policy's own, such as "critic"."""
 
     source: str
     offers: frozenset[Offer] = frozenset()

@@ -29,7 +29,8 @@ class Teachers:
         self._loaded: dict[tuple[str, float | None], Policy] = {}
 
     def check(self, path: str) -> None:  # noqa: B027  (subclasses know what they need of a teacher)
-        """Raises UserError for a teacher at `path` that cannot score the policy's decisions. Reads no weights."""
+        """Raises UserError for a teacher at `path` that cannot score the policy's decisions. Does not read its
+        weights."""
 
     def policy(self, path: str, guidance: float | None = None) -> Policy:
         """Returns a frozen teacher, which is loaded once. guidance: its classifier-free guidance scale in denoising;
@@ -46,7 +47,7 @@ class Teachers:
             raise UserError(
                 f"teacher {path}: a policy that was built outside of a job cannot load it; build it by a Job"
             )
-        # Random numbers of the run must not depend on when a teacher is loaded.
+        # The run's random numbers must not depend on the step in which a teacher is loaded.
         with torch.random.fork_rng(devices=[]), name_second_model("teacher.path"):
             teacher = self.loader(path, guidance)
         teacher.module.requires_grad_(False).to(next(self.student.parameters()).device)

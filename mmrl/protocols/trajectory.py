@@ -18,7 +18,7 @@ class RobotObservation(Protocol):
     @property
     def state(self) -> NDArray[np.float32]: ...  # [B, state]
     @property
-    def instructions(self) -> list[str]: ...  # B
+    def instructions(self) -> list[str]: ...  # one per environment
     @property
     def cameras(self) -> tuple[str, ...]: ...
 
@@ -55,7 +55,7 @@ class RewardsToGo:
     outcome: float
 
     def after(self, steps: int) -> RewardsToGo:
-        """Returns the rewards from `steps` steps later on."""
+        """Returns the rewards from the step that is `steps` steps later, with `elapsed` counted from there."""
         return RewardsToGo(self.rewards[steps:], self.elapsed[steps:] - self.elapsed[steps], self.outcome)
 
     def discounted(self, gamma: float, simulator_reward: float) -> float:
@@ -94,12 +94,13 @@ class EpisodeTail(ABC):
 
     @abstractmethod
     def observation(self, step: int) -> RobotObservation | None:
-        """Returns the observation before the step that is `step` steps later, one row; None where none was recorded.
-        The number of steps itself means the observation after the last one."""
+        """Returns the observation before the step that is `step` steps later, one row; None if it was not recorded. If
+        `step` is the number of steps, it is the observation after the last one."""
 
     def transition(self, actions: int, gamma: float, simulator_reward: float) -> ChunkTransition:
-        """Returns the transition of the first `actions` actions, or of all where there are fewer. gamma: discount of an
-        action; simulator_reward: weight of the simulator's rewards, beside the outcome, which the last step pays."""
+        """Returns the transition of the first `actions` actions, or of all if there are fewer. gamma: discount per
+        action; simulator_reward: weight of the simulator's rewards. The outcome is added to the reward of the last
+        step."""
         before = self.rewards.elapsed
         steps = int((before < actions).sum())
         last = steps == len(before)

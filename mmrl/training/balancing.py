@@ -26,7 +26,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Move:
-    """A move of piece `number` of rank `source` to rank `target`, into the rows of that rank's piece `slot`."""
+    """A move of piece `number` of rank `source` to rank `target`, where it replaces piece `slot`."""
 
     source: int
     number: int
@@ -42,8 +42,8 @@ def balance_ranks(
 
     A group is swapped only with one of the same size and minibatch. So a minibatch holds the same rollouts over all
     ranks as before, and every rank keeps its number of micro-batches. parts: the rows [n] of each micro-batch of each
-    minibatch. cost: [rollout] int64, the cost of an update. staying: [rollout] bool, True where a rollout must stay on
-    its rank.
+    minibatch. cost: [rollout] int64, what an update on it costs. staying: [rollout] bool, True where a rollout must
+    stay on its rank.
     """
     local, rows = split_pieces(rollouts.group, parts, cost, staying)
     by_rank = ranks.gather(local)
@@ -85,16 +85,16 @@ def plan_moves(by_rank: Sequence[Sequence[Piece]]) -> list[Move]:
             elif piece.minibatch == minibatch:
                 free.append((rank, number, piece.cost, piece.size))
         table = torch.tensor(free, dtype=torch.int64).view(-1, 4)
-        held = assign_ranks(cost=table[:, 2], size=table[:, 3], rank=table[:, 0], fixed=fixed)
-        for slot, piece in enumerate(held.tolist()):
+        piece_of_slot = assign_ranks(cost=table[:, 2], size=table[:, 3], rank=table[:, 0], fixed=fixed)
+        for slot, piece in enumerate(piece_of_slot.tolist()):
             if piece != slot:
                 moves.append(Move(*table[piece, :2].tolist(), *table[slot, :2].tolist()))
     return sorted(moves, key=lambda move: (move.source, move.target))
 
 
 def imbalance(loads: Sequence[Sequence[tuple[int, int]]]) -> float:
-    """Returns the largest cost of a rank over the mean of ranks, summed over minibatches, since ranks wait for one
-    another after each. loads: for each rank, (minibatch, cost) of its pieces."""
+    """Returns the largest cost of any rank divided by the mean over ranks. Both are summed over minibatches, since
+    ranks wait for one another after each minibatch. loads: for each rank, (minibatch, cost) of its pieces."""
     largest, total = 0, 0
     for minibatch in {minibatch for pieces in loads for minibatch, _ in pieces}:
         costs = [sum(cost for m, cost in pieces if m == minibatch) for pieces in loads]

@@ -23,7 +23,7 @@ from mmrl.training.throughput import FLOPS, Workload
 UNSCORED = "unscored"  # share of the rollouts of a step whose reward is unknown; "unscored/NAME": of one component
 FLAT = "advantages/zero_variance_groups"  # share of the groups whose rewards are all equal
 KIB_IN_GIB = 2**20
-MAXIMA = ("_gap", "/staleness")  # endings of names whose maximum is reported too
+MAXIMA = ("_gap", "/staleness")  # endings of metric names; the maximum of such a metric is reported too
 
 
 class Metrics:
@@ -32,12 +32,12 @@ class Metrics:
     def __init__(self, engine: Ranks, workload: Workload | None = None) -> None:
         """workload: the policy's units of work and operations; None: throughput is not reported."""
         self.engine, self.workload = engine, workload
-        self._parts: dict[str, list[Tensor]] = defaultdict(list)  # [sum, count, maximum], where the values are
-        self._totals: set[str] = set()  # names whose values are parts of a total
+        self._parts: dict[str, list[Tensor]] = defaultdict(list)  # [sum, count, maximum], on the device of the values
+        self._totals: set[str] = set()  # names of metrics that are totals, not means
         self._scalars: dict[str, float] = {}
         self._times: dict[str, float] = defaultdict(float)
         self._busy: dict[str, float] = defaultdict(float)  # seconds without waiting for other ranks
-        self._work: dict[str, float] = defaultdict(float)  # units, and operations by phase
+        self._work: dict[str, float] = defaultdict(float)  # units of work, and floating-point operations by phase
         self._started = time.perf_counter()
 
     def add(self, name: str, values: Tensor, *, sums: bool = False, where: Tensor | None = None) -> None:
@@ -64,6 +64,7 @@ class Metrics:
 
     @property
     def _flops(self) -> float:
+        """Returns the floating-point operations so far; 0 without a workload."""
         return 0.0 if self.workload is None else self.workload.work.flops
 
     def add_counts(self, counts: Mapping[str, float]) -> None:
@@ -72,8 +73,8 @@ class Metrics:
             self.add(name, torch.tensor([count]), sums=True)
 
     def add_rollouts(self, rollouts: Rollouts, task: Task) -> None:
-        """Adds units of work, and of the fresh rollouts (not demonstrations or replayed ones) rewards, shares of
-        unscored rollouts, accuracy and the task's measures."""
+        """Adds the units of work of all rollouts, and metrics of the fresh ones (not demonstrations or replayed ones):
+        rewards, shares of unscored rollouts, accuracy and the task's measures."""
         if self.workload is not None:
             self._work |= self.workload.work.units(rollouts)
         if rollouts.rewards is None:
@@ -138,7 +139,7 @@ class Metrics:
             rows = torch.stack([part for _, part in named]).tolist()
             for (name, _), (part_sum, part_count, part_maximum) in zip(named, rows, strict=True):
                 total, count = sums.get(name, (0.0, 0.0))
-                # Counts of a total add up to 1 over the ranks.
+                # The counts of a total add up to 1 over the ranks, so that sum / count is the total.
                 new_count = 1.0 / self.engine.world if name in self._totals else count + part_count
                 sums[name] = (total + part_sum, new_count)
                 if name.endswith(MAXIMA) and part_count:
@@ -201,9 +202,9 @@ class ZeroGradientMonitor:
         self.max_steps, self.steps, self.flat_steps = max_steps, 0, 0
 
     def judge(self, step: int, values: dict[str, float]) -> str | None:
-        """Returns a warning after max_steps / 5 such steps in a row, else None. Raises UserError after `max_steps`.
-        values: metrics over all ranks, so that all ranks raise."""
-        self.steps = self.steps + 1 if values.get("grad_norm") == 0.0 else 0  # absent where updates were skipped
+        """Returns a warning after max_steps / 5 steps in a row with gradient 0 or equal rewards, else None. Raises
+        UserError after `max_steps`. values: metrics over all ranks, so that all ranks raise."""
+        self.steps = self.steps + 1 if values.get("grad_norm") == 0.0 else 0  # missing if updates were skipped
         self.flat_steps = self.flat_steps + 1 if values.get(FLAT) == 1.0 else 0
         warn_after = max(1, self.max_steps // 5)
         if self.flat_steps == warn_after and not self.steps:
@@ -225,9 +226,9 @@ class ZeroGradientMonitor:
         raise UserError(f"{problem}; or raise rollout.max_idle_steps")
 
 
-def step_line(step: int, steps: int, values: dict[str, float], left: float | None = None) -> str:
+def step_line(step: int, steps: int, values: dict[str, float], seconds_left: float | None = None) -> str:
     """Returns the printed line of a step: rewards, main metrics, shares of groups without signal and of unscored
-    rollouts, and speed. left: estimated seconds until the last step."""
+    rollouts, and speed. seconds_left: estimated time until the end of the run."""
     main_metrics = [
         ("acc", "accuracy"),
         ("loss", "loss"),
@@ -243,22 +244,23 @@ def step_line(step: int, steps: int, values: dict[str, float], left: float | Non
         parts.append(f"{lost} lost")
     parts += [f"{values['time/step']:.2f}s", f"{values['throughput/rollouts_per_second']:.0f} rollouts/s"]
     parts += [f"MFU {values['throughput/mfu']:.0%}"] if "throughput/mfu" in values else []
-    parts += [time_left_text(left)] if left else []
+    parts += [time_left_text(seconds_left)] if seconds_left else []
     return f"step {step}/{steps}  {'  '.join(parts)}"
 
 
 def evaluation_line(step: int, values: dict[str, float]) -> str:
-    """Returns the printed line of an evaluation: accuracy with its standard error, and how much was not scored."""
+    """Returns the printed line of an evaluation: accuracy with its standard error, the share of unscored rollouts and
+    the number of lost episodes."""
     unscored, lost = values["evaluation/unscored"], lost_episodes(values, "evaluation/")
     missing = [f"{unscored:.1%} could not be scored"] if unscored else []
     missing += [f"{lost} lost"] if lost else []
-    without = f" ({', '.join(missing)})" if missing else ""
+    note = f" ({', '.join(missing)})" if missing else ""
     if "evaluation/accuracy" not in values:
-        return f"evaluation at step {step}: no held-out accuracy{without}"
+        return f"evaluation at step {step}: no held-out accuracy{note}"
     accuracy, error = values["evaluation/accuracy"], values["evaluation/standard_error"]
     return (
         f"evaluation at step {step}: held-out accuracy {accuracy:.4f} ± {error:.4f} on {values['evaluation/n']:.0f}"
-        f"{without}"
+        f"{note}"
     )
 
 

@@ -30,7 +30,7 @@ from mmrl.training.metrics import Metrics
 
 Minibatch = list[Rollouts]  # its micro-batches
 OLD_COLUMNS = ("old_logp", "old_entropy", "old_square_sum", "old_prediction")  # under the policy that sampled
-OTHER_COLUMNS = (*OLD_COLUMNS, "ref_logp", "ref_prediction")  # and under the reference policy
+OTHER_COLUMNS = (*OLD_COLUMNS, "ref_logp", "ref_prediction")  # under the sampling and the reference policy
 
 
 class Preparation:
@@ -57,8 +57,8 @@ class Preparation:
         # State of parts of the algorithm across steps, equal on all ranks
         self.memory: dict[str, Any] = {}
         self.modules = AuxiliaryModules()
-        # Minibatches of the second and later epochs, where they differ from those of the first
-        self.further: list[list[Minibatch]] = []
+        # Minibatches of each later epoch, if they differ from those of the first; else empty
+        self.later_epochs: list[list[Minibatch]] = []
 
     def minibatches(
         self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
@@ -102,8 +102,8 @@ class Preparation:
             unknown: dict[str, Any] = dict.fromkeys(OLD_COLUMNS)
             minibatches[0] = [replace(micro, **unknown) for micro in minibatches[0]]
         copies = (replace(rollouts, **columns) for columns in resampled)
-        self.further = [[[copy.select(rows) for rows in part] for part in parts] for copy in copies]
-        for minibatch in chain(minibatches, *self.further):
+        self.later_epochs = [[[copy.select(rows) for rows in part] for part in parts] for copy in copies]
+        for minibatch in chain(minibatches, *self.later_epochs):
             self.algorithm.prepare_minibatch(minibatch, self.engine.sum)
         metrics.set(batch.reports)
         return minibatches, batch
@@ -113,7 +113,7 @@ class Preparation:
         order."""
         yield from minibatches
         for epoch in range(1, self.algorithm.epochs):
-            epoch_minibatches = self.further[epoch - 1] if self.further else minibatches
+            epoch_minibatches = self.later_epochs[epoch - 1] if self.later_epochs else minibatches
             for index in torch.randperm(len(epoch_minibatches), generator=shuffle).tolist():
                 yield epoch_minibatches[index]
 
@@ -140,9 +140,10 @@ class Preparation:
         return isinstance(engine, UnevenEngine) and engine.balance == "lengths"
 
     def balance(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int, metrics: Metrics) -> Rollouts:
-        """Exchanges rollouts between ranks to balance the cost of updates, so that rows in `parts` may hold other
-        rollouts afterwards. Groups of the step's table of samples stay on their rank, which recorded their frames."""
-        # Recorded steps stay: their tails refer to whole episodes, and their ids are unique on one rank only.
+        """Exchanges rollouts between ranks to balance the cost of updates, and returns this rank's. The rows in `parts`
+        may hold other rollouts afterwards. Groups in the step's table of samples stay on their rank, which has recorded
+        their frames."""
+        # Recorded steps stay: they refer to whole episodes of their rank, and their ids are unique on one rank only.
         staying = rollouts.recorded
         log = self.config.log
         if log.samples_every and (step + 1) % log.samples_every == 0:
@@ -171,23 +172,23 @@ class Preparation:
         """Fills in log-probabilities under the policy that sampled the rollouts and under the reference policy.
 
         They are computed in the micro-batches of `parts`; those that rollouts already have are kept. Returns whether
-        the old ones are complete. They lack the first minibatch where its update comes before any other: the current
-        policy is the old one then, and the loss uses its own log-probabilities. The others need no forward pass where
-        the policy recorded them while sampling. Where a critic's values are missing, they are computed here too, and
-        every decision is a step.
+        the old ones are complete. Those of the first minibatch are left out if its update is the first one: the
+        current policy is still the old one then, and the loss uses its log-probabilities. Other minibatches need no
+        forward pass if the policy recorded log-probabilities while sampling. If a critic's values are missing, they are
+        computed here too, and every decision is a time step.
         """
         micro_batches = [rows for part in parts for rows in part]
         existing, complete = rollouts.old_logp, True
-        several = self.algorithm.updates > 1 or self.sampling_policy is not None
+        needs_old = self.algorithm.updates > 1 or self.sampling_policy is not None
         needs_values = self.needs.critic is not None and "steps" not in rollouts.extras
         if self.needs.statistics or needs_values or (self.needs.old and existing is not None):
             logp = self._compute_old(rollouts, ReplayColumns(self.policy, self.engine, rollouts), micro_batches)
             if existing is not None:
                 existing = existing.to(logp)
                 rollouts.old_logp = logp.where(existing.isnan(), existing)
-        elif self.needs.old and several:
+        elif self.needs.old and needs_old:
             recorded = self.policy.recorded_replay(rollouts) if isinstance(self.policy, Recording) else None
-            # Recorded values do not do for the first minibatch, whose ratio must be exactly 1.
+            # Recorded values cannot be used for the first minibatch, whose ratio must be exactly 1.
             first = [] if self.sampling_policy is not None else parts[0]
             complete = not first or self.algorithm.epochs > 1
             missing = [*(first if complete else []), *([] if recorded is not None else micro_batches[len(first) :])]
@@ -235,11 +236,11 @@ class Preparation:
     def measure(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int) -> None:
         """Adds the measurements that parts of the algorithm need to `rollouts.extras`. parts: rows of the micro-batches
         of each minibatch. step: number of finished steps."""
-        every = [rows for part in parts for rows in part]
+        micro_batches = [rows for part in parts for rows in part]
 
         def replayed(changed: Rollouts, name: str) -> Tensor:
             with torch.no_grad(), applied(self.sampling_policy):
-                return ReplayColumns(self.policy, self.engine, changed).replay(every).require(name)
+                return ReplayColumns(self.policy, self.engine, changed).replay(micro_batches).require(name)
 
         context = PreparedContext(
             self.policy,
@@ -248,7 +249,7 @@ class Preparation:
             step,
             self.config.group_size,
             self.engine.max,
-            every,
+            micro_batches,
             replayed,
             self.reference_weights,
             self.modules,
@@ -261,19 +262,20 @@ class Preparation:
         """Returns a context in which the policy has the weights of the reference policy."""
         if self.reference is None:
             raise ValueError(
-                "a measurement needs the reference's weights, but its method does not set `Needs.reference`"
+                "a measurement needs the weights of the reference policy, but its part of the algorithm does not set "
+                "`Needs.reference`"
             )
         return self.reference.applied()
 
     def move_reference(self, step: int) -> None:
-        """Moves the reference policy and resets the optimizer after `step` finished steps, where a part of the
-        algorithm asks for it (`Needs.reference`)."""
+        """Moves the reference policy and resets the optimizer after `step` finished steps, if a part of the
+        algorithm needs that (`Needs.reference`)."""
         needed = self.needs.reference
         if needed is None or not isinstance(self.reference, Snapshot):
             return
-        if any(step % every == 0 for every in needed.resets):
+        if any(step % period == 0 for period in needed.resets):
             self.reference.take()
-        if any(step % every == 0 for every in needed.optimizer_resets):
+        if any(step % period == 0 for period in needed.optimizer_resets):
             self.engine.reset_optimizer()
         for decay in needed.decays:
             self.reference.blend(decay)

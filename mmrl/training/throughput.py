@@ -9,14 +9,14 @@ from mmrl.engine.device_peaks import device_flops
 from mmrl.engine.flops import PolicyWork
 from mmrl.protocols.abilities import Counting
 
-FLOPS = "_flops"  # ending of the operations of a phase among totals of work
+FLOPS = "_flops"  # a phase's floating-point operations have the key PHASE_flops among the totals of work
 PHASES = ("rollout", "update")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a policy, from which the throughput of a step is computed. epochs: number of updates on a rollout.
-    peak: peak operations a second of a rank's GPU; None: unknown."""
+    """The work of a policy, from which the throughput of a step is computed. epochs: number of passes over a rollout in
+    updates. peak: peak operations a second of a rank's GPU; None: unknown."""
 
     work: PolicyWork
     epochs: int
@@ -24,7 +24,7 @@ class Workload:
 
     @classmethod
     def from_policy(cls, policy: object, epochs: int, dtype: str) -> Workload | None:
-        """Returns the workload of a policy; None where it does not count its work. dtype: that of its matrix
+        """Returns the workload of a policy; None if it does not count its work. dtype: the dtype of its matrix
         products."""
         return cls(policy.work, epochs, device_flops(dtype)) if isinstance(policy, Counting) else None
 
@@ -48,8 +48,8 @@ def rates(
 ) -> dict[str, float]:
     """Returns throughput metrics by name, averaged over ranks (a rank is a GPU, where there are any).
 
-    work: totals over ranks, by unit or by phase + FLOPS. seconds: those of the phases "rollout" and "update" and of
-    "step". peak: peak operations a second; if given, the share of it that is reached (MFU) is a metric too. A phase
+    work: totals over ranks, by unit or by phase + FLOPS. seconds: duration by phase (rollout, update), and of the whole
+    step. peak: peak operations a second; if given, the share of it that is reached (MFU) is a metric too. A phase
     without operations in this process, as where vLLM servers generate, has no metrics of operations.
     """
     metrics = {}

@@ -40,7 +40,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("redraw: the old policy scores the first epoch's states", P, '("inputs", *OTHER_COLUMNS)}', '("inputs",)}', REDRAWN),
     ("redraw: the reference scores the first epoch's states", P, '("inputs", *OTHER_COLUMNS)}', '("inputs", *OLD_COLUMNS)}', REDRAWN),
     ("redraw: likelihoods that were brought are taken elsewhere", M + "policy.py", "record if keep_states else", "record if False else", REDRAWN),
-    ("redraw: all further epochs are the second", P, "self.further[epoch - 1]", "self.further[0]", REDRAWN),
+    ("redraw: all further epochs are the second", P, "self.later_epochs[epoch - 1]", "self.later_epochs[0]", REDRAWN),
     ("redraw: false is not read", M + "policy.py", "isinstance(self.likelihood, RandomStates) and self.likelihood.redraw", "isinstance(self.likelihood, RandomStates)", REDRAWN),
     ("redraw: views are measured in other states", M + "settings.py", "if measurement.scores]", "if False]", REDRAWN),
     ("ddim: a last step that leads nowhere", D, "if self._ddim.timesteps[-1] > 0 else 1.0", "", DDIM),

@@ -67,7 +67,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("proposals: likeliest actions", P, "ActionSampling(list(seeds), policy.temperature.value, groups=list(groups))", "ActionSampling(list(seeds), 0.0, groups=list(groups))", G),
     ("proposals: one seed for a group", "mmrl/collection/stored_steps/proposals.py", "propose(prompts, list(seeds), groups.tolist())", "propose(prompts, groups.tolist(), groups.tolist())", G),
     ("proposals: of another origin", "mmrl/collection/stored_steps/proposals.py", "(len(groups),), PROPOSED)", "(len(groups),), PROPOSED - 1)", G),
-    ("proposals: all in one group", "mmrl/collection/stored_steps/proposals.py", "proposed.group = BELOW - groups", "proposed.group = BELOW - 0 * groups", G),
+    ("proposals: all in one group", "mmrl/collection/stored_steps/proposals.py", "proposed.group = FIRST_GROUP - groups", "proposed.group = FIRST_GROUP - 0 * groups", G),
     ("proposals: Q of the stored chunk", M, "estimates[proposals, 0] = proposal_values", "pass", G),
     ("proposals: Q of another observation", M, "pairs = torch.cat([transitions.observation[rows], chunks], 1)", "pairs = torch.cat([transitions.observation[0 * rows], chunks], 1)", G),
     ("proposals: all share the first step", M, "steps = {prompt.id: prompt for prompt in prompts}", "steps = {prompt.id: prompts[0] for prompt in prompts}", G),

@@ -88,7 +88,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("shipped: GPUs between two", B, "any(a[0] == capability[0] and", "any(", SHIPPED),
     ("shipped: never used", "mmrl/kernels/compiled.py", "if shipped is not None:\n        try:",
      "if shipped is None:\n        try:", SHIPPED),
-    ("shipped: nothing is said", "mmrl/kernels/compiled.py", 'if why and os.environ.get("RANK", "0") == "0":',
+    ("shipped: nothing is said", "mmrl/kernels/compiled.py", 'if reason and os.environ.get("RANK", "0") == "0":',
      "if False:", SHIPPED),
     ("deferred: nothing", "mmrl/cli/main.py", "\ndefer_imports()\n", "\n", LATER),
     ("deferred: everything is an instance", L, "return self._source in sys.modules and isinstance(thing, self._target())",

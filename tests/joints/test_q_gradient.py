@@ -415,7 +415,7 @@ def test_demonstrations_that_do_not_say_what_they_earned_are_named(tmp_path, alg
         ),
         ("engine.zero_stage=3", "engine.zero_stage=3 does not go with action.head.type=gaussian"),
         ("action.head={type: token, bins: 8}", "differentiable function"),
-        ("algorithm.minibatches=5", r"12 rollouts a rank \(the sum over rollout.extras / ranks\)"),
+        ("algorithm.minibatches=5", r"12 rollouts per rank \(the sum over rollout.extras / ranks\)"),
     ],
 )
 def test_jobs_that_it_can_not_train_are_refused(tmp_path, change, message):

@@ -89,8 +89,8 @@ def test_backends_by_name():
     x = torch.zeros(1)
     for backend, expected in (("torch", False), ("cpu", True), ("auto", True)):
         kernels.use(backend)
-        assert compiled.chosen(x) is expected and compiled.chosen(x, x.double()) is False
-        assert compiled.chosen(x.to("meta")) is False
+        assert compiled.uses_compiled(x) is expected and compiled.uses_compiled(x, x.double()) is False
+        assert compiled.uses_compiled(x.to("meta")) is False
 
 
 def test_status_finds_wrong_numbers(monkeypatch):

@@ -78,7 +78,7 @@ def test_one_that_was_exchanged_is_never_opened(shipped, caplog, monkeypatch):
     path.write_bytes(path.read_bytes() + b" ")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail(f"{path} was opened"))
     kernels.use("auto")
-    assert compiled.chosen(torch.zeros(1)) is False
+    assert compiled.uses_compiled(torch.zeros(1)) is False
     assert "has another checksum than its manifest says" in caplog.records[0].message
     path.unlink()
     assert prebuilt.fitting("cpu") == (None, f"{path.name} is missing")

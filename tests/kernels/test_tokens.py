@@ -242,7 +242,7 @@ def test_more_elements_than_an_int32_counts(device):
     free = (
         torch.cuda.mem_get_info()[0] if device == "cuda" else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
     )
-    if not compiled.chosen(torch.zeros(1, device=device)) or free < 4 * rows * vocabulary:
+    if not compiled.uses_compiled(torch.zeros(1, device=device)) or free < 4 * rows * vocabulary:
         pytest.skip("needs 13 GB of free memory and a kernel that makes no copies")
     torch.use_deterministic_algorithms(False)  # no time for filling
     logits = torch.zeros(rows, vocabulary, dtype=torch.bfloat16, device=device)

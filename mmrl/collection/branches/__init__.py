@@ -1,1 +1,1 @@
-"""Responses that branch: further members of a group that begin as an earlier one does."""
+"""Responses that branch: new members of a group that share the beginning of an earlier member."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mmrl.rollouts import Rollouts
 
-Point = tuple[int, int]  # (row of the rollout, number of its first decisions that a branch keeps)
+Point = tuple[int, int]  # (row of a rollout, number of decisions at its beginning that a branch keeps)
 
 
 class BranchPoints(Choice):
@@ -43,18 +43,18 @@ class BranchPoints(Choice):
     def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
         """Returns the points at which the rollouts of one group may branch, in the order in which they are used.
 
-        members: the rollouts of the group. entropy: [rollout, decision], of each decision; 0 unless `reads_entropy`.
-        rng: seeded by the run's seed and the group."""
+        members: the rollouts of the group. entropy: [rollout, decision]; 0 unless `reads_entropy`. rng: a generator
+        that is seeded by the run's seed and the group."""
 
 
 class UncertainTokens(BranchPoints):
-    """Responses branch before the decisions of the largest entropy, which are drawn anew."""
+    """Responses branch before the decisions with the largest entropy, which are sampled again."""
 
     equation: ClassVar[str] = "the decisions t >= 1 of the group's responses with the largest H_t"
     source: ClassVar[str] = "branches at tokens of high entropy, as in FR3E (arXiv 2507.04632) and TreePO's heuristics"
 
     type: str = "uncertain_tokens"
-    apart: int = option(1, "fewest decisions between two branch points of a response", unit="tokens", ge=1)
+    apart: int = option(1, "smallest distance of two branch points of a response", unit="tokens", ge=1)
 
     def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
         selected: list[Point] = []
@@ -69,17 +69,19 @@ class UncertainTokens(BranchPoints):
 
 
 class SegmentEnds(BranchPoints):
-    """Responses branch at the ends of segments of fixed length: at any of them by chance, or first where the segment
-    that is drawn anew was most uncertain."""
+    """Responses branch at the ends of segments of fixed length, in random order, or in falling order of the mean
+    entropy of the segment that follows."""
 
     equation: ClassVar[str] = (
-        "k every decisions are kept, k >= 1; by chance, or by the mean entropy of the next segment"
+        "the first k * every decisions are kept, k >= 1; k by chance, or by the mean entropy of the next segment"
     )
     source: ClassVar[str] = "TreePO, arXiv 2508.17445: its fallback from finished paths to an end of a segment"
 
     type: str = "segment_ends"
-    every: int = option(64, "decisions of a segment", unit="tokens", ge=1)
-    by: Literal["chance", "entropy"] = option("chance", "which ends are used first")
+    every: int = option(64, "decisions per segment", unit="tokens", ge=1)
+    by: Literal["chance", "entropy"] = option(
+        "chance", "order in which ends are used: random, or the most uncertain next segment first"
+    )
 
     @property
     def needs(self) -> Needs:
@@ -101,8 +103,8 @@ class SegmentEnds(BranchPoints):
 
 
 class ToolAnswers(BranchPoints):
-    """Conversations branch after a tool's answer, the likelier the more the entropy of what the policy says next
-    exceeds that of its first words."""
+    """Conversations branch after a tool's answer, with a probability that grows with the entropy of the policy's next
+    turn, relative to the entropy of its first turn."""
 
     equation: ClassVar[str] = (
         "a turn after a tool's answer branches if U - weight (H_turn - H_0) / ln(vocabulary) <= threshold, H the mean "
@@ -115,7 +117,7 @@ class ToolAnswers(BranchPoints):
 
     type: str = "tool_answers"
     first: int = option(20, "decisions at the beginning of a turn whose entropy counts", unit="tokens", ge=1)
-    weight: float = option(0.2, "weight of the rise of the entropy", ge=0)
+    weight: float = option(0.2, "weight of the rise in entropy", ge=0)
     threshold: float = option(0.5, "threshold of a uniform random number minus the weighted rise", ge=0, le=1)
     vocabulary: int = option(151936, "entropies are divided by its logarithm", unit="tokens", ge=2)
 

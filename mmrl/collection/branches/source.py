@@ -1,5 +1,4 @@
-"""The source of branches: further members of a group that share the beginning of a response and are sampled on from
-there."""
+"""The source of branches: new members of a group that keep the beginning of a response and sample the rest again."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ ENTROPY_BATCH = 8  # rollouts of one forward pass for entropies
 
 
 class Branches(ExtraSource):
-    """The responses of a group branch into a tree: further members keep the beginning of one and continue it
-    independently. What they share is generated once, and decisions get credit as nodes of the tree. Where a group has
-    too few points to branch at, whole new responses join it."""
+    """The responses of a group branch into a tree: new members keep the beginning of a response and sample the rest
+    again. Shared decisions are generated once, and decisions get credit as nodes of the tree. If a group has too few
+    points to branch at, whole new responses join it."""
 
     equation: ClassVar[str] = (
         "`count` members o' = (o_<t, o'_>=t), o'_>=t drawn from pi(. | x, o_<t), at the points (o, t) that `at` ranks "
@@ -49,11 +48,11 @@ class Branches(ExtraSource):
     rounds: int = option(
         1, "rounds in which branches are sampled; from the second round on, branches may branch too", ge=1
     )
-    width: int = option(1, "branches at a point, beside the response itself", ge=1)
+    width: int = option(1, "branches per point, besides the response itself", ge=1)
     at: BranchPoints = option(UncertainTokens(), "points at which responses branch")
 
     @model_validator(mode="after")
-    def _one_a_round(self) -> Branches:
+    def _check_rounds(self) -> Branches:
         if self.rounds > self.count:
             raise ValueError(
                 f"rounds={self.rounds} is more than count={self.count}, so a round would have no branch; lower rounds"
@@ -73,7 +72,7 @@ class Branches(ExtraSource):
         return self.count
 
     def make(self, fresh: Rollouts) -> Rollouts:
-        """Makes the same number of branches for every group, so that ranks make the same number of forward passes."""
+        """Samples the same number of branches for every group, so that ranks make the same number of forward passes."""
         import torch
 
         from mmrl.rollouts import Rollouts, fill_in_columns, unshared_nodes
@@ -103,7 +102,7 @@ class Branches(ExtraSource):
         new.accuracy = context.task.accuracy(new.samples)
         shared = shared_prefix(parents.mask, torch.tensor([length for _, length in points]), new.mask.shape[1])
         assert parents.nodes is not None
-        own_node = (1 << 32) + torch.tensor(seeds)[:, None]  # above all row numbers, which are other nodes' ids
+        own_node = (1 << 32) + torch.tensor(seeds)[:, None]  # larger than all row numbers, which are ids of other nodes
         new.nodes = resize_columns(parents.nodes, shared.shape[1]).where(shared, own_node)
         if new.behaviour_logp is not None and parents.behaviour_logp is not None:
             parent_logp = resize_columns(parents.behaviour_logp, shared.shape[1])
@@ -124,14 +123,14 @@ class Branches(ExtraSource):
             ranked = self.at.rank_points(group_members, entropy[rows], rng)
             selected = take_unused(group_members, ranked, used, -(-num_branches // self.width))
             branches = [(member, length, i) for member, length in selected for i in range(self.width)][:num_branches]
-            # Numbers that earlier rounds, which had fewer members, did not use
+            # Whole new responses. Their numbers were not used in earlier rounds, in which the group had fewer members.
             branches += [(0, 0, len(rows) + i) for i in range(num_branches - len(branches))]
             points += [(int(rows[member]), length) for member, length, _ in branches]
             seeds += [continuation_seeds(seed, group, m, length, i + 1)[i] for m, length, i in branches]
         return points, seeds
 
     def _entropy(self, members: Rollouts) -> Tensor:
-        """Returns the entropy of each decision under the current weights, [rollout, decision]; 0 where the rule `at`
+        """Returns the entropy of each decision under the current weights, [rollout, decision]; 0 if the rule `at`
         does not need it."""
         import torch
 

@@ -1,4 +1,4 @@
-"""Chunks that the policy samples anew at observations of earlier episodes, as a source of rollouts."""
+"""Chunks of actions that the policy samples at observations of earlier episodes, as a source of rollouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Rollouts
 
-BELOW = -(1 << 49)  # group ids of proposals, below those of stored steps
+FIRST_GROUP = -(1 << 49)  # group ids of proposals fall from here, below those of stored steps
 
 
 class ActionProposals(StoredSteps):
@@ -43,7 +43,7 @@ class ActionProposals(StoredSteps):
         return self.steps
 
     def make(self, fresh: Rollouts) -> Rollouts:
-        """Returns chunks in groups, or as many rollouts that teach nothing where no step is stored yet."""
+        """Returns chunks in groups, or as many masked rollouts if no step is stored yet."""
         from mmrl.rollouts import PROPOSED
 
         stored, positions = self._sample()
@@ -53,6 +53,6 @@ class ActionProposals(StoredSteps):
         groups = positions.repeat_interleave(self.group_size)
         seeds = range(int(positions[0]) * self.group_size, (int(positions[-1]) + 1) * self.group_size)
         proposed: Rollouts = self._context.policy.off_policy.propose(prompts, list(seeds), groups.tolist())
-        proposed.group = BELOW - groups
+        proposed.group = FIRST_GROUP - groups
         proposed.origin = groups.new_full((len(groups),), PROPOSED)
         return proposed

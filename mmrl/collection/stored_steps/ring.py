@@ -1,8 +1,8 @@
 """A ring of policy steps on disk.
 
 A training step's episodes are one file, which is written once and never changed, so that a checkpoint refers to files
-by their numbers. The oldest files leave the ring when it holds more than `size` steps; they are removed when no
-checkpoint refers to them either. Observations are read from the files when they are drawn.
+by their numbers. The oldest files leave the ring when it holds more than `size` steps; they are deleted once no
+checkpoint refers to them. Observations are read from the files when they are drawn.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class StoredTail(EpisodeTail):
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A policy step as it is drawn."""
+    """A stored policy step. tail: the rest of its episode, from this step on."""
 
     name: str
-    observation: Observation  # of one row
+    observation: Observation  # one row, before the step
     actions: NDArray[np.float32]  # [executed, action], in the robot's units
     tail: StoredTail
 
@@ -62,29 +62,29 @@ class Segment:
         self.path = path
         try:
             with safe_open(path, framework="numpy") as file:
-                facts = json.loads(file.metadata()["episodes"])
-                self.terminated: list[bool] = facts["terminated"]
+                episodes = json.loads(file.metadata()["episodes"])
+                self.terminated: list[bool] = episodes["terminated"]
                 self.rewards, self.executed = file.get_tensor("rewards"), file.get_tensor("valid").sum(1)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{KEY}: {path} cannot be read ({error}), but the run cannot be resumed without it; restore the file"
             ) from None
-        self.instructions: list[str] = facts["instructions"]
-        self.cameras: tuple[str, ...] = tuple(facts["cameras"])
-        self.lengths: list[int] = facts["lengths"]
-        self.outcome: list[float] = facts["outcome"]
-        self.starts = [0, *accumulate(self.lengths)]  # of each episode among the steps
-        wanted = [chosen == "all" or good == (chosen == "success") for good in facts["success"]]
-        self.eligible = np.flatnonzero(np.repeat(wanted, self.lengths))
+        self.instructions: list[str] = episodes["instructions"]
+        self.cameras: tuple[str, ...] = tuple(episodes["cameras"])
+        self.lengths: list[int] = episodes["lengths"]
+        self.outcome: list[float] = episodes["outcome"]
+        self.starts = [0, *accumulate(self.lengths)]  # first step of each episode, and the number of steps
+        is_chosen = [chosen == "all" or success == (chosen == "success") for success in episodes["success"]]
+        self.eligible = np.flatnonzero(np.repeat(is_chosen, self.lengths))  # indices of the steps that may be drawn
 
     def __len__(self) -> int:
         """Returns the number of policy steps."""
         return self.starts[-1]
 
-    def drawn(self, steps: Sequence[int]) -> list[StoredStep]:
-        """Reads steps. An episode of T steps has T + 1 observations, so its rows of those lie one further for each
-        episode before it."""
-        drawn = []
+    def read(self, steps: Sequence[int]) -> list[StoredStep]:
+        """Reads steps by their indices in the file. An episode of T steps has T + 1 observations, so the row of a
+        step's observation is its index plus the number of earlier episodes."""
+        stored = []
         with safe_open(self.path, framework="numpy") as file:
             images, states = file.get_slice("images"), file.get_slice("state")
             actions = file.get_slice("actions")
@@ -97,10 +97,11 @@ class Segment:
                     for i in (0, 1)
                 )
                 chunk = actions[step : step + 1][0, :executed]
-                drawn.append(StoredStep(f"{self.path.stem}-{step}", before, chunk, self.tail(step, episode, after)))
-        return drawn
+                stored.append(StoredStep(f"{self.path.stem}-{step}", before, chunk, self.tail(step, episode, after)))
+        return stored
 
     def tail(self, step: int, episode: int, next_observation: Observation) -> StoredTail:
+        """Returns the rest of an episode from a step on. next_observation: the observation after the step."""
         rest = slice(step, self.starts[episode + 1])
         executed = self.executed[rest]
         rewards = RewardsToGo(self.rewards[rest], executed.cumsum() - executed, self.outcome[episode])
@@ -111,8 +112,8 @@ class StepRing:
     """The last policy steps of one rank, at most `size` and at least those of the last training step."""
 
     def __init__(self, folder: Path, *, size: int, chosen: Chosen, checkpoints: int) -> None:
-        """chosen: which steps are drawn. checkpoints: how many states `load` may be called with later on: the newest
-        ones."""
+        """chosen: episodes whose steps are drawn. checkpoints: number of newest states from which `load` must still be
+        able to restore the ring."""
         self.folder, self.size, self.chosen, self.checkpoints = folder, size, chosen, checkpoints
         self.segments: list[Segment] = []  # oldest first
         self.next = 0  # number of the next file
@@ -123,13 +124,13 @@ class StepRing:
         return sum(len(segment.eligible) for segment in self.segments)
 
     def add(self, episodes: Sequence[Trajectory], outcomes: Sequence[float]) -> None:
-        """Writes the episodes of a training step. outcomes: what the task paid for each. Raises UserError where the
+        """Writes the episodes of a training step. outcomes: the task's reward for each. Raises UserError if the
         file cannot be written."""
         number, self.next = self.next, self.next + 1
         if not episodes:
             return
         path = self._path(number)
-        replaced(path, lambda partial: _write(partial, episodes, outcomes))
+        write_atomically(path, lambda partial: _write(partial, episodes, outcomes))
         self.segments.append(Segment(path, self.chosen))
         while len(self.segments) > 1 and sum(map(len, self.segments[:-1])) >= self.size:
             self.segments.pop(0)
@@ -145,18 +146,18 @@ class StepRing:
             by_segment.setdefault(number, []).append((i, step))
         drawn: dict[int, StoredStep] = {}
         for number, rows in by_segment.items():
-            steps = self.segments[number].drawn([step for _, step in rows])
+            steps = self.segments[number].read([step for _, step in rows])
             drawn |= {i: step for (i, _), step in zip(rows, steps, strict=True)}
         return [drawn[i] for i in range(len(positions))]
 
     def state(self) -> dict[str, Any]:
-        """Returns the state to be saved in a checkpoint: the files of the ring. They are kept while this is one of the
-        newest checkpoints."""
+        """Returns the numbers of the ring's files. These files are kept as long as this is one of the newest
+        `checkpoints` states."""
         numbers = [int(segment.path.stem) for segment in self.segments]
         saved = self._saved()
         if numbers and saved[-1:] != [numbers]:
             text = json.dumps([*saved, numbers][-self.checkpoints :])
-            replaced(self.folder / SAVED, lambda path: path.write_text(text))
+            write_atomically(self.folder / SAVED, lambda path: path.write_text(text))
         return {"next": self.next, "files": numbers}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -165,8 +166,8 @@ class StepRing:
         self.segments = [Segment(self._path(number), self.chosen) for number in state["files"]]
 
     def _saved(self) -> list[list[int]]:
-        """Returns the numbers of the files that each of the newest checkpoints needs, oldest first. They are stored in
-        a file, because a run that resumed from one checkpoint may still have to go back to the one before."""
+        """Returns the file numbers of each of the newest states, oldest state first. They are stored on disk, since a
+        resumed run may later be resumed from an older checkpoint."""
         path = self.folder / SAVED
         saved: list[list[int]] = json.loads(path.read_text()) if path.is_file() else []
         return saved
@@ -175,7 +176,7 @@ class StepRing:
         return self.folder / f"{number:08}.safetensors"
 
     def _remove_unused(self) -> None:
-        """Removes files that neither the ring nor one of the newest checkpoints needs."""
+        """Deletes files that neither the ring nor one of the newest checkpoints needs."""
         needed = {segment.path.name for segment in self.segments}
         needed |= {self._path(number).name for numbers in self._saved() for number in numbers}
         for path in self.folder.glob("*.safetensors"):
@@ -184,9 +185,9 @@ class StepRing:
 
 
 def _write(path: Path, episodes: Sequence[Trajectory], outcomes: Sequence[float]) -> None:
-    """Writes episodes to a safetensors file: their steps concatenated, [step, ...], and facts by episode as
-    JSON."""
-    facts = {
+    """Writes episodes to a safetensors file: arrays of all their steps, [step, ...], and properties of each
+    episode as JSON."""
+    properties = {
         "instructions": [episode.instruction for episode in episodes],
         "cameras": list(episodes[0].cameras),
         "lengths": [len(episode) for episode in episodes],
@@ -198,12 +199,12 @@ def _write(path: Path, episodes: Sequence[Trajectory], outcomes: Sequence[float]
         name: np.concatenate([vars(episode)[name] for episode in episodes])
         for name in ("images", "state", "actions", "valid", "rewards")
     }
-    save_file(arrays, path, metadata={"episodes": json.dumps(facts)})
+    save_file(arrays, path, metadata={"episodes": json.dumps(properties)})
 
 
-def replaced(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file under another name, and then renames it, so that it is never seen half. Raises UserError where it
-    cannot be written."""
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file under a temporary name and renames it, so that a half-written file is never read. Raises UserError
+    if it cannot be written."""
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

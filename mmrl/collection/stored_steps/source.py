@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Prompt, Rollouts
 
-BELOW = -(1 << 48)  # group ids of stored steps, below those of imitated rollouts and above those of expert labels
+# group ids of stored steps fall from here, below those of imitated rollouts and above those of expert labels
+FIRST_GROUP = -(1 << 48)
 
 
 class StoredSteps(ExtraSource):
-    """Single policy steps of the policy's own episodes, failures too, with the actions that were executed and what the
-    episode earned from there on. Each rank stores its own on disk, in the run's folder. They are for the loss terms
+    """Single policy steps of the policy's own episodes, including failures, with the executed actions and the rewards
+    from this step on. Each rank stores its own steps on disk, in the run's folder. They are for the loss terms
     `likelihood` with of=replayed, which imitates them, and `advantage_weighted`, which imitates the better ones."""
 
     equation: ClassVar[str] = "rollouts of origin 2 (replayed), without rewards, uniform over the last `keep` steps"
@@ -34,8 +35,10 @@ class StoredSteps(ExtraSource):
 
     makes: ClassVar[RolloutKind | None] = "replayed"
     type: str = "stored_steps"
-    steps: int = option(description="policy steps that a training step learns from, over all ranks", ge=1)
-    keep: int = option(100_000, "policy steps that a rank keeps; whole training steps leave, the oldest first", ge=1)
+    steps: int = option(description="policy steps per training step that are trained on, over all ranks", ge=1)
+    keep: int = option(
+        100_000, "policy steps that a rank keeps; the oldest are removed first, a whole training step at a time", ge=1
+    )
     of: Literal["all", "success", "failure"] = option("all", "episodes from which steps are sampled")
     _ring: StepRing = PrivateAttr()
     _drawn: int = PrivateAttr(default=0)  # training steps so far
@@ -53,25 +56,24 @@ class StoredSteps(ExtraSource):
 
         self._context, self._drawn = context, 0
         folder = context.folder / self.type / f"rank_{context.rank_and_world[0]}"
-        self._ring = StepRing(
-            folder, size=self.keep, chosen=self.of, checkpoints=context.checkpoints + 1
-        )  # one more: a save may fail
+        checkpoints = context.checkpoints + 1  # one more, since writing the newest checkpoint may fail
+        self._ring = StepRing(folder, size=self.keep, chosen=self.of, checkpoints=checkpoints)
 
     def make(self, fresh: Rollouts) -> Rollouts:
-        """Returns stored steps, or as many rollouts that teach nothing where none is stored yet."""
+        """Returns stored steps, or as many masked rollouts if none is stored yet."""
         from mmrl.rollouts import REPLAYED
 
         prompts, positions = self._sample()
         if not prompts:
             return masked_copies(fresh, len(positions))
         replayed: Rollouts = self._context.policy.demonstrate(prompts, positions.tolist())
-        replayed.group = BELOW - positions
+        replayed.group = FIRST_GROUP - positions
         replayed.origin = positions.new_full((len(positions),), REPLAYED)
         return replayed
 
     def _sample(self) -> tuple[list[Prompt], Tensor]:
         """Samples this rank's share of a training step's stored steps. Returns them as prompts, or no prompts where
-        none is stored yet, and their positions among all that the run samples, [step] int64."""
+        none is stored yet, and their positions among all steps that the run samples, [step] int64."""
         import torch
 
         (rank, world), training_step = self._context.rank_and_world, self._drawn
@@ -93,11 +95,11 @@ class StoredSteps(ExtraSource):
         rollouts = batch.rollouts
         assert rollouts.origin is not None
         fresh = rollouts.select(rollouts.origin == FRESH)
-        paid = outcomes[rollouts.origin == FRESH].tolist()
+        fresh_outcomes = outcomes[rollouts.origin == FRESH].tolist()
         scored = [
             (episode, outcome)
-            for episode, outcome in zip(self._context.policy.trajectories(fresh), paid, strict=True)
-            if episode is not None and outcome == outcome
+            for episode, outcome in zip(self._context.policy.trajectories(fresh), fresh_outcomes, strict=True)
+            if episode is not None and outcome == outcome  # not NaN
         ]
         self._ring.add([episode for episode, _ in scored], [outcome for _, outcome in scored])
 
