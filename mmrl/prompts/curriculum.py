@@ -171,9 +171,8 @@ class SkipFlat(SuccessTrackingSampler):
     type: str = "skip_flat"
     explore: float = option(0.5, "probability of sampling a prompt whose last group had equal rewards", gt=0, lt=1)
     _order: Permutation = PrivateAttr(default_factory=Permutation)
-    _flat: dict[int, int] = PrivateAttr(
-        default_factory=dict
-    )  # by prompt: number of its last groups in a row with equal rewards
+    # by prompt: number of its last groups in a row with equal rewards
+    _flat: dict[int, int] = PrivateAttr(default_factory=dict)
 
     def start(self, size: int, seed: int) -> None:
         super().start(size, seed)

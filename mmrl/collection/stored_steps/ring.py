@@ -151,8 +151,8 @@ class StepRing:
         return [drawn[i] for i in range(len(positions))]
 
     def state(self) -> dict[str, Any]:
-        """Returns the numbers of the ring's files. These files are kept as long as this is one of the newest
-        `checkpoints` states."""
+        """Returns the state for a checkpoint: the numbers of the ring's files and of the next one. The files are kept
+        while this is one of the newest `checkpoints` states."""
         numbers = [int(segment.path.stem) for segment in self.segments]
         saved = self._saved()
         if numbers and saved[-1:] != [numbers]:
