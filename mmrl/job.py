@@ -432,6 +432,8 @@ def config_for(model: Path, config: str | Path | None, overrides: Sequence[str])
     if (model / "config.yaml").is_file():
         return load(model / "config.yaml", list(overrides))
     origin = read_origin(model)
+    if origin is None and not model.exists():
+        raise UserError(f"there is no folder {model}; name a run, or a model and a configuration of mmrl")
     if origin is None:
         raise UserError(f"{model} has no configuration of its own; give one, as in: mmrl eval {model} recipe.yaml")
     return configure(origin["config"], list(overrides))

@@ -12,7 +12,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from mmrl.sims.spaces import ObservationReader, as_rgb, bounds_of, converter_of, folded, info_flags, names
+from mmrl.sims.spaces import ObservationReader, as_rgb, bounds_of, converter_of, folded, info_flags, misfit, names
 from mmrl.sims.vector.simulator import Transition
 
 _log = logging.getLogger(__name__)
@@ -63,6 +63,11 @@ class GymnasiumSimulator:
                 f"gymnasium: task.options.success is missing; set it to the key of info that says whether {env!r} is "
                 "solved, or to terminated if each termination of an episode is a success"
             )
+        if mission is not None and instruction:
+            raise UserError(
+                f"gymnasium: task.options has both mission={mission} and an instruction; set one of them to null: with "
+                "mission each episode has its own instruction, which the observation contains"
+            )
         self._name = env if isinstance(env, str) else type(env).__name__
         self._env = _make(env, count, dict(kwargs or {}), renders=image == RENDER)
         self.count, self._image, self._success, self._fold = count, image, success, fold_seeds
@@ -84,7 +89,7 @@ class GymnasiumSimulator:
         self._task, self._steps = ["" for _ in range(count)], np.zeros(count, np.int64)
         self._running = np.zeros(count, bool)  # rows with a running episode
         self._needs_reset = np.zeros(count, bool)  # rows whose environment has ended and was not reset
-        images, states = self._observe(self._env.reset(seed=0)[0])
+        images, states = self._observe(self._first_observation())
         self.image_shape, self.state_dim = images.shape[1:], states.shape[1]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
@@ -205,6 +210,19 @@ class GymnasiumSimulator:
                 out.terminated[i, column] = terminated[row]
                 out.truncated[i, column] = truncated[row] and not terminated[row]
                 self._running[row] = not self._needs_reset[row]
+
+    def _first_observation(self) -> Any:
+        """Resets all environments. Raises UserError if gymnasium cannot join their observations to a batch."""
+        try:
+            return self._env.reset(seed=0)[0]
+        except (TypeError, ValueError) as error:
+            vector = self._env.unwrapped
+            wrong = (
+                misfit(vector.single_observation_space, vector.envs[0]) if isinstance(vector, SyncVectorEnv) else None
+            )
+            if wrong is None:
+                raise
+            raise UserError(f"gymnasium environment {self._name!r}: {wrong}") from error
 
     def _step(self, executed: NDArray) -> tuple[Any, ...]:
         """Steps all environments with one action each. Raises UserError if step() returns 4 values."""

@@ -131,6 +131,22 @@ def part_of(observation: Any, path: str) -> Any:
     return observation
 
 
+def misfit(space: gymnasium.Space, env: gymnasium.Env) -> str | None:
+    """Returns a sentence on the first array of an observation of `env` whose shape or type is not that of its space;
+    None if there is none."""
+    observation, _ = env.reset(seed=0)
+    for name, part in leaves(space):
+        value = np.asarray(part_of(observation, name))
+        if isinstance(part, spaces.Box) and not (
+            value.shape == part.shape and np.can_cast(value.dtype, part.dtype, "same_kind")
+        ):
+            return (
+                f"reset() gives {f'observation {name!r}' if name else 'an observation'} of shape {value.shape} and "
+                f"type {value.dtype}, but observation_space declares {part.shape} and {part.dtype}; change one of them"
+            )
+    return None
+
+
 def is_image(space: gymnasium.Space) -> bool:
     """Returns whether a space holds 8-bit images: gray or RGB, with channels last or first."""
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3)

@@ -257,7 +257,9 @@ def staleness(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def gradient(run: RunRecord) -> Iterator[HealthFinding]:
-    """Judges the norm of the gradient: whether it grew by a factor of 10, or has peaks above 30 times its median."""
+    """Judges the norm of the gradient: whether it grew by a factor of 10 to more than `optim.clip_grad_norm`, or has
+    peaks above this bound and 30 times its median. Below the bound growth is normal: that of LoRA begins at almost 0.
+    """
     norm = run.series("grad_norm")
     positive = [value for value in norm.finite if value > 0]
     if len(positive) < MIN_VALUES:
@@ -265,10 +267,12 @@ def gradient(run: RunRecord) -> Iterator[HealthFinding]:
     typical, change = median(positive), find_change(norm, factors=True)
     early, late = ([value for value in part if value > 0] for part in (norm.early, norm.late))
     changed = change is not None and change.factor > 10
+    bound = float(run.key("optim.clip_grad_norm", 1.0))
     grown = changed or (bool(early and late) and median(late) > 10 * median(early))
-    peak_steps = [s for s, v in zip(norm.steps, norm.values, strict=True) if not v <= 30 * typical]
+    grown &= bool(late) and max(late) > bound
+    peak_steps = [s for s, v in zip(norm.steps, norm.values, strict=True) if not v <= max(30 * typical, bound)]
     if grown or peak_steps:
-        if changed and change is not None:
+        if grown and changed and change is not None:
             course = f"its norm was {change.before:.3g} before step {change.step}, and {change.after:.3g} from then on"
         elif grown:
             course = f"its norm was {median(early):.3g} in the first quarter, and {median(late):.3g} in the last"

@@ -322,14 +322,23 @@ def contact_sheet(samples: Sequence[Sample]) -> Image.Image | None:
 def sample_table(
     samples: Sequence[Sample], columns: dict[str, Sequence[float]], video_names: Mapping[int, str] | None = None
 ) -> str:
-    """Returns an HTML page with a table of samples. Images are embedded.
+    """Returns an HTML page with a table of samples. Images are embedded. The columns of the prompts' images and of
+    answers are left out if no prompt has any.
 
     video_names: the file names of MP4 videos in the page's folder, by index of the sample.
     """
     names = video_names or {}
-    heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("images", "prompt", "answer", "response", *columns))
+    shown = {
+        "images": any(sample.prompt.images or sample.prompt.videos for sample in samples),
+        "prompt": True,
+        "answer": any(sample.prompt.answer is not None for sample in samples),
+    }
+    of_prompts = [name for name, is_shown in shown.items() if is_shown]
+    heads = "".join(f"<th>{html.escape(h)}</th>" for h in (*of_prompts, "response", *columns))
     row_spans = run_lengths([sample.prompt for sample in samples])
-    rows = [_row(s, [v[i] for v in columns.values()], row_spans[i], names.get(i)) for i, s in enumerate(samples)]
+    rows = [
+        _row(s, of_prompts, [v[i] for v in columns.values()], row_spans[i], names.get(i)) for i, s in enumerate(samples)
+    ]
     body = f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
     return f"<!doctype html><meta charset=utf-8><title>samples</title><style>{STYLE}</style>{body}"
 
@@ -368,9 +377,13 @@ def group_size(prompts: Sequence[Prompt], max_size: int = 16) -> int | None:
     return next(iter(sizes)) if len(sizes) == 1 and 1 < max(sizes) <= max_size else None
 
 
-def _row(sample: Sample, values: Sequence[float], row_span: int, video: str | None) -> str:
-    """Returns the table row of a sample. values: those of the further columns. row_span: the number of rows that the
-    prompt's cells span; 0: an earlier row shows them. video: the file name of the episode's video, if there is one."""
+def _row(sample: Sample, of_prompts: Sequence[str], values: Sequence[float], row_span: int, video: str | None) -> str:
+    """Returns the table row of a sample.
+
+    of_prompts: the columns for the prompt, of images, prompt and answer. values: of the further columns. row_span: the
+    number of rows that the prompt's cells span; 0: an earlier row shows them. video: the file name of the episode's
+    video, if there is one.
+    """
     image_urls = [data_url(pil_image(sample.image))] if sample.image is not None else []
     image_urls += [] if sample.frames is None else [video_url(sample.frames)]
     response = f"<pre>{html.escape(sample.response)}</pre>"
@@ -378,12 +391,12 @@ def _row(sample: Sample, values: Sequence[float], row_span: int, video: str | No
     content += "" if video is None else VIDEO.format(html.escape(video))
     cells = [f"<td>{_images(image_urls)}{content}</td>", *(f"<td>{number:.3g}</td>" for number in values)]
     if row_span:
-        prompt_cells = [
-            _images(_prompt_image_urls(sample.prompt)),
-            f"<pre>{html.escape(_prompt_text(sample))}</pre>",
-        ]
-        prompt_cells.append(f"<pre>{html.escape(str(sample.prompt.answer))}</pre>")
-        cells[:0] = [f'<td rowspan="{row_span}">{cell}</td>' for cell in prompt_cells]
+        prompt_cells = {
+            "images": _images(_prompt_image_urls(sample.prompt)),
+            "prompt": f"<pre>{html.escape(_prompt_text(sample))}</pre>",
+            "answer": f"<pre>{html.escape(str(sample.prompt.answer))}</pre>",
+        }
+        cells[:0] = [f'<td rowspan="{row_span}">{prompt_cells[name]}</td>' for name in of_prompts]
     return f"<tr>{''.join(cells)}</tr>"
 
 

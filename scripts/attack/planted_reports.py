@@ -67,7 +67,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("report: every row is a group of its own", R + "run.py",
           "            first = i\n        sizes", "            pass\n        first = i\n        sizes", REPORT),
     ("report: numbers of a group's samples shifted", R + "run.py",
-          "_row(s, [v[i] for", "_row(s, [v[i - 1] for", REPORT),
+          "_row(s, of_prompts, [v[i] for", "_row(s, of_prompts, [v[i - 1] for", REPORT),
     ("watch: time left at the pace of all steps", R + "watch.py", "][-RECENT:]\n    if", "]\n    if",
           ("report/test_watch.py",)),
     ("watch: the course upside down", R + "watch.py",

@@ -17,7 +17,7 @@ TEXT, GAP, SPACE = 190, 16, 4  # pixels: of a prompt, between before and after, 
 def main(target: Path, run: Path, rows: int, scale: int) -> None:
     sheets = sorted((run / "samples").glob("evaluation-*.png"))
     before, after = (Image.open(sheets[place]).convert("RGB") for place in (0, -1))
-    prompts = re.findall(r'<td rowspan="1"><pre>(.*?)</pre></td>', sheets[-1].with_suffix(".html").read_text())[::2]
+    prompts = re.findall(r'<td rowspan="1"><pre>(.*?)</pre></td>', sheets[-1].with_suffix(".html").read_text())
     width, height = before.width, before.height // len(prompts)
     made = Image.new("RGB", (TEXT + 2 * scale * width + GAP, rows * (scale * height + SPACE) - SPACE), "white")
     pen = ImageDraw.Draw(made)

@@ -209,7 +209,12 @@ class PromptsData(Prompts):
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
-        if (self.eval is None) == (self.heldout is None):
+        if self.eval is not None and self.heldout is not None:
+            raise ValueError(
+                f"eval={self.eval} and heldout={self.heldout:g} are both set, here or in a file that is extended; set "
+                "one of them to null"
+            )
+        if self.eval is None and self.heldout is None:
             raise ValueError("set either eval, a file of held-out prompts, or heldout, a share of train")
         if self.heldout is not None and self.train is None:
             raise ValueError("heldout is a share of train; set train to a file of prompts")

@@ -56,6 +56,20 @@ def test_the_table_escapes_everything_that_came_from_outside():
     assert page.count("&lt;script&gt;") == 3 and page.count("&amp;</pre>") == 3 and "<th>&lt;b&gt;</th>" in page
 
 
+def test_the_table_has_no_column_that_would_be_empty():
+    pixels = Image.fromarray(np.zeros((5, 7, 3), np.uint8))
+    with_answer, with_image = sample("draw"), sample("draw", answer=None, images=(pixels,))
+    neither = sample("draw", answer=None)
+    heads = [
+        re.findall("<th>(.*?)</th>", sample_table([s], {"reward": [1.0]})) for s in (neither, with_answer, with_image)
+    ]
+    rest = ["response", "reward"]
+    assert heads == [["prompt", *rest], ["prompt", "answer", *rest], ["images", "prompt", *rest]]
+    assert (
+        sample_table([neither], {}).count("<td") == 2 and sample_table([neither, sample("write")], {}).count("<td") == 6
+    )
+
+
 def test_the_table_holds_the_images_themselves():
     pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 3), dtype=np.uint8)
     page = sample_table([sample(images=tuple(map(Image.fromarray, pixels))), sample()], {})

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import imageio.v3
 import numpy as np
 import pytest
 import torch
@@ -37,7 +38,7 @@ from scripts.bench import (
     visual_qa,
     vllm_learning,
 )
-from scripts.readme import before_after, learning_curve
+from scripts.readme import before_after, episodes, learning_curve
 from tests.helpers.command_line import ROOT
 
 SCRIPTS = [path for folder in ("bench", "readme") for path in sorted((ROOT / "scripts" / folder).glob("*.py"))]
@@ -396,6 +397,30 @@ def test_the_first_rows_of_the_last_images_stand_below_those_of_the_first(tmp_pa
     sheet = Image.open(tmp_path / "sheet.png").convert("RGB")
     assert sheet.size == (20, 20)  # two bands of 2 rows of 2 pixels, 12 apart
     assert [sheet.getpixel((0, y)) for y in (3, 10, 16)] == [(255, 0, 0), (255, 255, 255), (0, 0, 255)]
+
+
+def test_animations_show_every_evaluation_and_every_frame(tmp_path):
+    """Each frame keeps its colors and its time; a video that has ended keeps its last frame."""
+    (tmp_path / "samples").mkdir()
+    for step, color in ((0, "red"), (4, "lime"), (8, "blue")):
+        Image.new("RGB", (200, 60), color).save(tmp_path / "samples" / f"evaluation-{step:06d}.png")
+    before_after.animate(tmp_path / "steps.gif", tmp_path, rows=1)
+    with Image.open(tmp_path / "steps.gif") as seen:
+        assert (seen.size, seen.n_frames) == ((200, 20 + before_after.BAR), 3)
+        assert [colors(seen, time, (5, 30)) for time in range(3)] == [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+        assert seen.info["duration"] == before_after.LAST_MS
+    for name, shades in (("short", (0, 80)), ("long", (0, 80, 240))):
+        imageio.v3.imwrite(tmp_path / f"{name}.gif", [np.full((32, 32, 3), shade, np.uint8) for shade in shades])
+    episodes.animate(tmp_path / "arm.gif", [tmp_path / "short.gif"], [tmp_path / "long.gif"])
+    with Image.open(tmp_path / "arm.gif") as seen:
+        assert (seen.size, seen.n_frames) == ((16, 2 * (16 + episodes.LABEL)), 3)
+        below = 16 + 2 * episodes.LABEL + 8
+        assert [colors(seen, 2, (8, y))[0] for y in (episodes.LABEL + 8, below)] == pytest.approx([80, 240], abs=9)
+
+
+def colors(animation, time, place):
+    animation.seek(time)
+    return animation.convert("RGB").getpixel(place)
 
 
 def test_a_learning_curve_is_drawn(tmp_path):

@@ -165,5 +165,31 @@ def test_what_gymnasium_cannot_do_is_refused(walk):
         walk(2, env=lambda count: sync(AutoresetMode.DISABLED)(3))
     with pytest.raises(UserError, match="no key 'wrist'; its keys: camera, place"):
         walk(2, image="wrist")
+    with pytest.raises(UserError, match="both mission=place and an instruction; set one of them to null"):
+        walk(2, mission="place", instruction="go")
     with pytest.raises(UserError, match="gymnasium environment 'mmrl/Wolk-v0': .*Walk"):
         walk(2, env="mmrl/Wolk-v0")
+
+
+class Floats(Walk):
+    """Its images are not what its space declares."""
+
+    def seen(self):
+        return super().seen() | {"camera": self.render().astype(np.float32) / 255}
+
+
+class Channels(Walk):
+    def seen(self):
+        return super().seen() | {"camera": self.render().transpose(2, 0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (Floats, r"'camera' of shape \(4, 6, 3\) and type float32, but observation_space declares .* and uint8"),
+        (Channels, r"'camera' of shape \(3, 4, 6\) and type uint8, but observation_space declares \(4, 6, 3\)"),
+    ],
+)
+def test_an_observation_that_is_not_what_its_space_declares_is_named(walk, kind, match):
+    with pytest.raises(UserError, match=match):
+        walk(2, env=lambda count: SyncVectorEnv([kind] * count, autoreset_mode=AutoresetMode.DISABLED))

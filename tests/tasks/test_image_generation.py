@@ -109,6 +109,10 @@ def test_prompts_with_rewards_of_the_users_own(tmp_path):
         ({"data": {"type": "shapes", "colours": ["red"]}}, "no train scene of kind 'relation'"),
         ({"data": {"type": "digits", "careless": 2}}, r"^task\.data\.careless: "),
         ({"data": {"type": "prompts", "train": "a.txt"}}, "data: set either eval, .* or heldout"),
+        (
+            {"data": {"type": "prompts", "train": "a.txt", "eval": "b.txt", "heldout": 0.1}},
+            "eval=b.txt and heldout=0.1 are both set, here or in a file that is extended; set one of them to null",
+        ),
         ({"data": {"type": "prompts", "heldout": 0.1}}, "data: heldout is a share of train; set train"),
         ({"data": {"type": "prompts", "eval": "a.txt"}}, "rewards: at least one is needed"),
         ({"data": {"type": "prompts", "eval": "a.txt"}, "rewards": [{"name": MEAN}]}, "accuracy: name the reward"),

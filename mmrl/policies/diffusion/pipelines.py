@@ -138,7 +138,12 @@ def _pipeline(
 
     path: model.path; base: the pipeline to load. Raises UserError if there is none, or components are missing.
     """
-    where = f"model.path={path}" if path == base else f"model.path={path}, whose base is {base}"
+    is_base = base == path or Path(base) == Path(path).resolve()
+    where = f"model.path={path}" if is_base else f"model.path={path}, whose base is {base},"
+    if not Path(base).exists() and "/" not in base:
+        raise UserError(
+            f"{where}: there is no folder {base}, and a name on the Hugging Face hub has the form user/model"
+        )
     try:
         index = DiffusionPipeline.load_config(base)
     except OSError as error:

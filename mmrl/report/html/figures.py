@@ -125,7 +125,7 @@ def accuracy(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     lines = []
     for number, run in enumerate(runs):
         if len(training := run.series("accuracy")):
-            lines.append(line(training, run, number, label="training prompts", opacity=0.45, width=1))
+            lines.append(line(training, run, number, label="training prompts", opacity=0.7, width=1))
         held_out, errors = run.series("evaluation/accuracy"), run.series("evaluation/standard_error")
         if len(held_out):
             by_step = dict(zip(errors.steps, errors.values, strict=True))

@@ -372,6 +372,7 @@ class TestBadInput:
     def test_no_pipeline(self, tmp_path):
         self.refused("is not a diffusers pipeline", tmp_path)
         self.refused("is not a diffusers pipeline", tmp_path / "nowhere")
+        self.refused("model.path=nowhere: there is no folder nowhere, and a name on the Hugging Face hub", "nowhere")
 
     def test_a_network_that_predicts_velocity_of_a_noise_schedule(self, copied):
         path = copied("sd15")
@@ -394,7 +395,7 @@ class TestBadInput:
         family.save(tmp_path, family.module.state_dict())
         self.refused("has rank 4 and alpha 8.0; set model.lora", tmp_path, lora=LoRA(rank=8))
         (tmp_path / BASE_FILE).write_text(json.dumps({"base": "/moved/away"}))
-        self.refused("whose base is /moved/away is not a diffusers pipeline", tmp_path)
+        self.refused("whose base is /moved/away, is not a diffusers pipeline", tmp_path)
 
     def test_sizes_steps_and_guidance(self, shared_family):
         with pytest.raises(UserError, match="resolution 18 is not a multiple of 4"):

@@ -31,6 +31,18 @@ def read(backbone, images):
     return backbone.encode(backbone.collate(rows, torch.device("cpu")), every_layer=False).last
 
 
+def test_words_that_the_model_does_not_know_are_named_once(seen, caplog):
+    backbone = made(False)
+    for prompts in (["go", "go from"], ["go home", "walk home"], ["go home"]):
+        backbone.prepare([seen[: len(prompts)]], prompts, np.zeros((len(prompts), 0), np.float32))
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.split(" of the prompt")[0] for line in told] == [
+        "the small model does not know the words home",
+        "the small model does not know the words walk",
+    ]
+    assert "it knows: go from" in told[0]
+
+
 @pytest.mark.parametrize("layer", range(3))
 @pytest.mark.parametrize("normalise", [False, True])
 def test_how_strong_a_convolution_is_does_not_matter_once_channels_are_normalised(seen, normalise, layer):

@@ -6,6 +6,7 @@ its squares."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.backbones.backbone import Backbone
 
 CONFIG, WEIGHTS = "small_vla.json", "model.safetensors"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class SmallBackbone(Backbone):
     def __init__(self, config: SmallActionConfig) -> None:
         super().__init__()
         self.config = config
+        self.warned: set[str] = set()  # unknown words of which the user was told
         self.width, self.vocabulary = config.width, len(config.words) + 1 + config.bins
         self.embeddings = nn.Embedding(self.vocabulary, config.width)
         nn.init.normal_(self.embeddings.weight, std=config.width**-0.5)
@@ -158,9 +161,18 @@ class SmallBackbone(Backbone):
         (folder / CONFIG).write_text(json.dumps(asdict(self.config), indent=2))
 
     def _ids(self, text: str) -> Tensor:
-        """Tokenizes a prompt by words, [word] int64; unknown words are 0."""
+        """Tokenizes a prompt by words, [word] int64; unknown words are 0. Warns of each unknown word once."""
         words = text.replace("?", " ?").split()[:MAX_WORDS]
         vocabulary = {word: i + 1 for i, word in enumerate(self.config.words)}
+        if unknown := [word for word in dict.fromkeys(words) if word not in vocabulary and word not in self.warned]:
+            self.warned.update(unknown)
+            _log.warning(
+                "the small model does not know the words %s of the prompt %r and cannot tell them apart; it knows: %s. "
+                "A model.build of your own can name others (sims/README.md)",
+                ", ".join(unknown),
+                text,
+                " ".join(self.config.words),
+            )
         return torch.tensor([vocabulary.get(word, 0) for word in words])
 
 
