@@ -13,7 +13,9 @@ from mmrl.samplers.settings import DPM, DenoisingTransition, Euler, Space, Tail
 from mmrl.samplers.sigmas import Grid
 from mmrl.samplers.transitions import Coefficients, coefficients, gaussian_step
 
-INITIAL, DRAWS = -1, -2  # noise counters beside the steps of a chain: of its initial noise; DRAWS - j of draw j
+# Counters of `gaussian_noise` for noises that belong to no step of a chain: its initial noise, and (DRAWS - j) draw j
+# of `score.draw_noises`
+INITIAL, DRAWS = -1, -2
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Sampler:
     """A noise grid and the kinds of step on it: `transition` inside the window, a deterministic solver elsewhere.
 
     transition: None makes every step deterministic. tail: the deterministic solver; `DPM` is of second order (arXiv
-    2211.01095). After the window the chain takes tail.steps steps over the rest of the grid (None: all of them);
-    without a window it takes all. space: what the network predicts.
+    2211.01095). After the window the chain takes tail.steps steps over the rest of the grid (None: one
+    per grid point); without a window it takes them all. space: what the network predicts.
     """
 
     grid: Grid
@@ -190,6 +192,7 @@ def _second_order_term(
 
 def derive_seed(seed: int, number: int) -> int:
     """Returns a new seed, a function of `seed` and `number` alone."""
+    # The multipliers of splitmix64, which spread consecutive numbers over all seeds
     return (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0x94D049BB133111EB) % 2**63
 
 
@@ -197,7 +200,7 @@ def gaussian_noise(seeds: list[int], counter: int, shape: tuple[int, ...]) -> Te
     """Returns standard normal noise [row, *shape] fp32. Each row depends on its seed and `counter` alone. It is sampled
     on the CPU, so that batch, ranks and device do not change it."""
     rows = []
-    for seed in seeds:
+    for seed in seeds:  # multipliers of splitmix64, as in `derive_seed`
         generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + counter * 0xBF58476D1CE4E5B9) % 2**63)
         rows.append(torch.randn(shape, generator=generator))
     return torch.stack(rows)

@@ -18,8 +18,8 @@ def scale_at(sigma: Tensor, scale: float, interval: tuple[float, float] = (0.0, 
 def guided(
     conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tensor, norm_patch: int | None = None
 ) -> Tensor:
-    """Returns the guided prediction u + scale (c - u), [row, ...], with c the conditional and u the unconditional one
-    (arXiv 2207.12598).
+    """Returns the guided prediction u + scale (c - u), [row, ...], with c the conditional and u the unconditional
+    prediction (arXiv 2207.12598).
 
     scale: [row]. norm_patch: if given, the result is rescaled by `with_norm`. `unconditional` is called only if some
     scale is not 1. Its output gets no gradient: that would double the backward pass and train only what does not depend
@@ -42,7 +42,8 @@ def with_norm(combined: Tensor, conditional: Tensor, patch: int) -> Tensor:
     of `conditional`, as diffusers' pipelines of Qwen-Image do."""
 
     def squares(v: Tensor) -> Tensor:
-        return v.unflatten(-1, (-1, patch)).unflatten(-3, (-1, patch))  # [row, channel, high, patch, wide, patch]
+        """Returns [row, channel, rows of squares, patch, columns of squares, patch]."""
+        return v.unflatten(-1, (-1, patch)).unflatten(-3, (-1, patch))
 
     def norms(v: Tensor) -> Tensor:
         return squares(v).square().sum((1, 3, 5), keepdim=True).sqrt()

@@ -109,10 +109,12 @@ def matching_likelihood(
     w = 1.0 if weight is None else weight
 
     def error(values: Tensor) -> Tensor:
+        """Reduces values [rollout, decision, ...] over the elements of the mask, to [rollout, decision]."""
         return _reduced(values if element_mask is None else values.where(element_mask, 0), reduction)
 
     def ratio_to(other: Tensor) -> Tensor:
-        """Returns the log-ratio as a product, (v - other) (v + other - 2 target), which is exactly 0 on-policy."""
+        """Returns the log-ratio to the policy that predicts `other`, from the product (v - other) (v + other - 2
+        target): it is exactly 0 if other is v."""
         return -w * error((v - other) * (v + other - 2 * target))
 
     score = Score(logp=-w * error((v - target).square()), log_ratio=ratio_to(old_v), prediction=v.detach())
@@ -150,6 +152,7 @@ def draw_noises(seeds: Sequence[int], draws: int, shape: tuple[int, ...]) -> Ten
 
 def stratified(seed: int, count: int, number: int = 0) -> Tensor:
     """Samples uniform numbers [count], one in each of `count` equal parts of [0, 1), from `seed` and `number`."""
+    # 1000: apart from the numbers of other seeds that are derived from `seed`
     generator = torch.Generator().manual_seed(derive_seed(seed, 1000 + number))
     return (torch.arange(count) + torch.rand(count, generator=generator)) / count
 
@@ -159,11 +162,14 @@ def step_weights(kind: StepWeight, sampler: Sampler, window: Window) -> Tensor |
     if kind == "none":
         return None
     usable = list(usable_steps(window, sampler.std))
+    # inverse_dt: 1 / the decrease of sigma
     weights = sampler.std if kind == "std" else (-1 / sampler.grid.sigmas.diff()).float()
     return weights / weights[usable].mean()
 
 
 def _squared(difference: Tensor, reduction: str) -> Tensor:
+    """Returns the mean or sum of squares over elements, [rollout, decision], of `difference` [rollout, decision,
+    ...]."""
     return _reduced(difference.square(), reduction)
 
 

@@ -46,7 +46,8 @@ class DenoisingTransition(Choice):
         noise level of the grid."""
 
     def step(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
-        """Returns `coefficients`, checked. Raises UserError unless each is finite and 0-d or [row]."""
+        """Returns the result of `coefficients` after a check. Raises UserError unless each coefficient is finite, and
+        0-d or [row]."""
         step = self.coefficients(sigma, sigma_next, sigma_second)
         for name, values in step._asdict().items():
             if values.shape not in (sigma.shape, ()) or not bool(values.isfinite().all()):
@@ -156,7 +157,8 @@ class Window(Choice):
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
         """Returns the index of the window's first step among the `usable` steps.
 
-        steps: those of the whole chain. iteration: the training step. seed: that of the group.
+        steps: of the whole chain. iteration: the training step. seed: the group's first
+        seed.
         """
 
 
@@ -206,14 +208,16 @@ class FirstHalf(RandomStart):
 class Sliding(Window):
     """`size` steps that move by `stride` after `every` training steps and wrap around at the end of the chain."""
 
-    equation: ClassVar[str] = "the stay at start t is every exp(-decay max(0, t - threshold)) training steps"
+    equation: ClassVar[str] = "the window stays at start t for every exp(-decay max(0, t - threshold)) training steps"
     source: ClassVar[str] = "MixGRPO, arXiv 2507.21802"
     type: str = "sliding"
     size: int = option(2, "steps of a window", unit="steps", ge=1)
     every: int = option(25, "training steps at one start", unit="steps", ge=1)
-    stride: int = option(1, "steps of the chain that it moves on by", unit="steps", ge=1)
-    decay: float = option(0.0, "how fast the stays shorten", ge=0)
-    threshold: int = option(0, "start from which on the stays shorten", unit="steps", ge=0)
+    stride: int = option(1, "steps of the chain by which the window moves", unit="steps", ge=1)
+    decay: float = option(0.0, "how fast the number of training steps at one start falls", ge=0)
+    threshold: int = option(
+        0, "start from which on the number of training steps at one start falls", unit="steps", ge=0
+    )
 
     def width(self, usable: int) -> int:
         return self.size
@@ -235,7 +239,7 @@ class Tail(Choice):
     title: ClassVar[str] = "tail"
     kinds: ClassVar[dict[str, str]] = {"ode": "mmrl.samplers.settings:Euler", "dpm++": "mmrl.samplers.settings:DPM"}
     test: ClassVar[str] = "tests/samplers/test_chain.py"
-    steps: int | None = option(None, "steps after the window; default: all that are left of the grid", ge=1)
+    steps: int | None = option(None, "steps after the window; default: one for each remaining noise level", ge=1)
 
 
 class Euler(Tail):

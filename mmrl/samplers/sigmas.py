@@ -16,7 +16,7 @@ from torch import Tensor
 class Grid:
     """The noise levels of a chain.
 
-    sigmas: [steps + 1] fp32, strictly falling, usually to 0. times: [steps] fp32, the network's time input at each
+    sigmas: [steps + 1] fp32, strictly decreasing, usually to 0. times: [steps] fp32, the network's time input at each
     step: sigma times a constant for flow models, the training timestep for models that predict the noise. DDIM grids
     hold float64 sigmas, because near 1 an fp32 sigma loses the digits of the signal.
     """
@@ -66,12 +66,12 @@ def ddim_grid(alphas_cumprod: Tensor, timesteps: Tensor, final_alpha: float = 1.
     and sqrt(1 - final_alpha) at the end.
 
     alphas_cumprod: alpha_bar of all training timesteps. final_alpha: diffusers' `final_alpha_cumprod`, below 1 for
-    Stable Diffusion 1.5. Raises ValueError unless `timesteps` are strictly decreasing and lie inside the training
+    Stable Diffusion 1.5. Raises ValueError unless `timesteps` are strictly decreasing and inside the training
     schedule.
     """
     times = timesteps.long()
     if len(times) < 1 or bool((times.diff() >= 0).any()):
-        raise ValueError("timesteps must be strictly decreasing, with at least one")
+        raise ValueError(f"timesteps must be strictly decreasing and not empty, not {times.tolist()}")
     if int(times.min()) < 0 or int(times.max()) >= len(alphas_cumprod):
         raise ValueError(f"timesteps must lie in [0, {len(alphas_cumprod) - 1}]")
     sigmas = (1 - alphas_cumprod.double()[times]).sqrt()

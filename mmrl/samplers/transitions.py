@@ -49,8 +49,8 @@ def coefficients(
 
     With noise 0, every kind except ddim equals `ode` bit for bit.
 
-    Raises ValueError for an unknown kind, sigmas that do not fall, noise out of range, and flow_sde at sigma 1 without
-    `sigma_second`.
+    Raises ValueError for an unknown kind, sigmas that do not decrease, noise out of range, and flow_sde at sigma 1
+    without `sigma_second`.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown transition {kind!r}; use one of {', '.join(KINDS)}")
@@ -60,7 +60,7 @@ def coefficients(
         raise ValueError(f"transition {kind} takes noise {bounds}, got {noise}")
     s, s_next = _double(sigma), _double(sigma_next)
     if not bool((s_next < s).all()):
-        raise ValueError("sigmas must decrease: sigma_next is not below sigma")
+        raise ValueError("sigmas must decrease, but sigma_next is not below sigma")
     dt = s_next - s
     if kind == "ddim":
         terms = _ddim(s, s_next, noise)
@@ -71,7 +71,11 @@ def coefficients(
     elif kind == "ode" or noise == 0:
         terms = torch.ones_like(dt), dt, torch.zeros_like(dt)
     else:
-        g = torch.full_like(s, noise) if kind == "dance_sde" else noise * (s / (1 - _below_one(s, sigma_second))).sqrt()
+        g = (
+            torch.full_like(s, noise)
+            if kind == "dance_sde"
+            else noise * (s / (1 - _with_finite_variance(s, sigma_second))).sqrt()
+        )
         half = g.square() / (2 * s)
         terms = 1 + half * dt, (1 + half * (1 - s)) * dt, g * (-dt).sqrt()
     return Coefficients(*(value.float() for value in terms))
@@ -123,8 +127,8 @@ def compare_steps(
     *,
     reduction: str = "mean",
 ) -> Comparison:
-    """Compares a step under predictions `v` and `old_v`: log Normal(x_next; mean(v), std), its log-ratio to the same
-    under old_v, and the exact KL of the two Gaussians.
+    """Compares a step under predictions `v` and `old_v`: log Normal(x_next; mean(v), std), its log-ratio to
+    log Normal(x_next; mean(old_v), std), and the exact KL of the two Gaussians.
 
     x, v, old_v, x_next: [row, ...]; coefficients 0-d or [row]; results [row]. With m = a_v (v - old_v) the log-ratio is
     computed as m (2 (x_next - old mean) - m) / (2 std^2). This is exactly 0 if v equals old_v, and accurate where the
@@ -162,7 +166,7 @@ def _ddim(s: Tensor, s_next: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor
     return a_x, direction - a_x * s, std
 
 
-def _below_one(s: Tensor, sigma_second: Tensor | float | None) -> Tensor:
+def _with_finite_variance(s: Tensor, sigma_second: Tensor | float | None) -> Tensor:
     """Returns s with 1 replaced by the grid's second sigma, at which flow_sde's variance is finite. Raises ValueError
     if it is needed and None."""
     if sigma_second is None:
@@ -173,6 +177,7 @@ def _below_one(s: Tensor, sigma_second: Tensor | float | None) -> Tensor:
 
 
 def _double(value: Tensor | float) -> Tensor:
+    """Returns a number or tensor as a float64 tensor."""
     return torch.as_tensor(value).double()
 
 

@@ -11,8 +11,8 @@ from mmrl.samplers.settings import Window
 def window_steps(window: Window, std: Tensor, iteration: int, seed: int) -> list[int]:
     """Returns the steps of a window, in rising order.
 
-    std: [steps], standard deviations of the transition. iteration: the training step. seed: that of the group. Raises
-    ValueError if the window does not fit at its start, and as `usable_steps` does.
+    std: [steps], standard deviations of the transition. iteration: the training step. seed: the group's first
+    seed. Raises ValueError if the window reaches beyond the usable steps, and as `usable_steps` does.
     """
     usable = usable_steps(window, std)
     width = window.width(len(usable))
@@ -37,7 +37,7 @@ def usable_steps(window: Window, std: Tensor) -> range:
     if last is None or not stochastic:
         raise ValueError("no step of this chain has noise: raise transition.noise or choose another transition")
     if last > len(std):
-        raise ValueError(f"window.last={last}, but the chain has only {len(std)} steps")
+        raise ValueError(f"window.last={last}, but the chain has only {len(std)} steps; lower it")
     deterministic = [i for i in range(window.first, last) if i not in stochastic]
     if deterministic:
         raise ValueError(
@@ -46,5 +46,8 @@ def usable_steps(window: Window, std: Tensor) -> range:
         )
     width = window.width(last - window.first)
     if last - window.first < width:
-        raise ValueError(f"a window of {width} steps does not fit into steps {window.first} to {last}")
+        raise ValueError(
+            f"a window of {width} steps does not fit into steps {window.first} to {last}; "
+            "lower window.size, or widen window.first and window.last"
+        )
     return range(window.first, last)

@@ -17,7 +17,7 @@ class Proportional(Follower):
     """A value that is multiplied each step by a power of target / metric: a temperature that holds the entropy, for
     example."""
 
-    equation: ClassVar[str] = "value (target / metric)^rate, at most a factor of 1 + most, and at least its reciprocal"
+    equation: ClassVar[str] = "value clip((target / metric)^rate, 1 / (1 + most), 1 + most)"
     source: ClassVar[str] = (
         "temperature that follows the entropy, as E3-RL4LLMs and AceReason-Nemotron say; the control law is mmrl's own"
     )
@@ -34,7 +34,7 @@ class Proportional(Follower):
         return low or sys.float_info.min, high  # a product of positive factors does not reach 0
 
     def next_value(self, measured: float) -> float:
-        factor = (self.target / max(measured, 1e-12)) ** self.rate
+        factor = (self.target / max(measured, 1e-12)) ** self.rate  # a metric of 0 or below gives the largest change
         return self.value * min(max(factor, 1 / (1 + self.most)), 1 + self.most)
 
 
@@ -48,7 +48,7 @@ class Staircase(Schedule):
         "values[stage]; stage + 1 after `patience` steps in a row with the metric above (below) the bound"
     )
     source: ClassVar[str] = (
-        "stages of length and temperature by what is measured: progressive thinking suppression of Vision-R1, arXiv "
+        "stages of length and temperature that depend on metrics: progressive thinking suppression of Vision-R1, arXiv "
         "2503.06749; POLARIS"
     )
     test: ClassVar[str] = "tests/schedules/test_controllers.py"

@@ -45,7 +45,7 @@ class Schedule(Choice):
     @property
     @abstractmethod
     def extremes(self) -> tuple[float, float]:
-        """Returns the smallest and the largest value that it can take during a run."""
+        """Returns the smallest and the largest value that this option can take during a run."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Updates the value after a step.
@@ -55,11 +55,11 @@ class Schedule(Choice):
         """
 
     def state(self) -> dict[str, float]:
-        """Returns what a checkpoint has to keep."""
+        """Returns the state that a checkpoint saves, numbers by name."""
         return {}
 
     def load(self, state: dict[str, float]) -> None:
-        """Restores what `state` returned."""
+        """Restores a state that `state` returned."""
 
     def check(self, ge: float = -math.inf, gt: float = -math.inf, le: float = math.inf, lt: float = math.inf) -> None:
         """Raises ValueError if the smallest or the largest value violates a bound (>=, >, <=, <)."""
@@ -179,7 +179,7 @@ class Follower(Schedule):
     """A controller that updates its value after each step from a metric of that step."""
 
     start: float = option(description="value of the first step")
-    metric: str = option(description="name of the metric that it follows, as written in metrics.jsonl")
+    metric: str = option(description="name of the metric that the value follows, as written in metrics.jsonl")
     target: float = option(description="target value of the metric")
     low: float = option(0.0, "smallest value")
     high: float = option(math.inf, "largest value; .inf: no limit", allow_inf_nan=True)
@@ -272,8 +272,9 @@ class Multiplier(Follower):
 
 
 class Band(Schedule):
-    """A coefficient that is multiplied by `factor` after each step with the metric outside low..high, and divided by it
-    after each other step, down to `start`: a guard that raises the KL penalty, for example."""
+    """A coefficient that is multiplied by `factor` after each step whose metric is outside low..high, and divided by
+    `factor`, down to `start`, after each step whose metric is inside: a guard that raises the KL penalty, for
+    example."""
 
     equation: ClassVar[str] = "value factor outside low..high, else max(start, value / factor)"
     type: str = "band"
@@ -330,7 +331,7 @@ class Schedules:
         self._changing = {key: schedule for key, schedule in schedules if not isinstance(schedule, Constant)}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Updates all values after a step; arguments as in `Schedule.update`.
+        """Updates all values after a step; see `Schedule.update` for the arguments.
 
         Raises UserError, which names the key, if the metric that an option follows does not exist.
         """
@@ -345,8 +346,10 @@ class Schedules:
         return {f"control/{key}": schedule.value for key, schedule in self._changing.items()}
 
     def state(self) -> dict[str, dict[str, float]]:
+        """Returns the states of all options for a checkpoint, by key."""
         return {key: schedule.state() for key, schedule in self._changing.items()}
 
     def load(self, state: Mapping[str, dict[str, float]]) -> None:
+        """Restores states that `state` returned."""
         for key, schedule in self._changing.items():
             schedule.load(state[key])

@@ -25,8 +25,8 @@ Rewrite = tuple[str, str]  # the prompt's id, and the text that the model wrote 
 
 
 class RewriterPrompts:
-    """The prompts of a source as prompts for the rewriter. template: the text of such a prompt, with {} for the
-    original one.
+    """The prompts of a source as prompts for the rewriter. template: the text of such a prompt, with {} in
+    place of the original prompt.
 
     Metadata: that of the source; `original`, the source's prompt; and `demonstration`, the target of supervised
     training: metadata["reasoning"] of the source (a better prompt), or else the prompt unchanged.
@@ -47,7 +47,7 @@ class RewriterPrompts:
 
 class FrozenImageGenerator:
     """Generates images with a diffusion model that is not trained. Raises UserError as
-    `mmrl.policies.diffusion.loading.load`."""
+    `mmrl.policies.diffusion.loading.load` does."""
 
     def __init__(self, settings: FrozenGenerator) -> None:
         model_options = {name: vars(settings)[name] for name in ("dtype", "text_tokens", "decoding")}
@@ -119,11 +119,12 @@ class PromptRewriting:
         """Generates the images of each sample's rewritten prompt. Returns samples with these images and the original
         prompts, `settings.images` for each sample in turn.
 
-        The images of the last call are cached, since rewards, accuracy and guards ask for the same ones.
+        The images of the last call are cached, since rewards, accuracy and guards use the same images.
         """
         rewrites = [(sample.prompt.id, self.extract_prompt(sample.response)) for sample in samples]
         new = [rewrite for rewrite in dict.fromkeys(rewrites) if rewrite not in self._cached_images]
         num_images = self.settings.images
+        # A seed does not depend on the text, so that all rollouts of a prompt use the same noise
         seeds = [zlib.crc32(f"{prompt_id} {k}".encode()) for prompt_id, _ in new for k in range(num_images)]
         images = self.generator.generate([text for _, text in new for _ in range(num_images)], seeds)
         known = self._cached_images | {

@@ -26,9 +26,9 @@ class FrozenGenerator(WeightsOrigin):
         None, "one side of a square, or height and width; default: the model's own", unit="pixels"
     )
     text_tokens: int | None = option(
-        None, "longest prompt for the text encoder with the longest limit; default: the pipeline's own", ge=1
+        None, "tokens of a prompt that the text encoder with the largest limit reads; default: the pipeline's own", ge=1
     )
-    decoding: Literal["whole", "sliced", "tiled"] = option("sliced", "how the VAE works, see model.decoding")
+    decoding: Literal["whole", "sliced", "tiled"] = option("sliced", "how the VAE decodes, see model.decoding")
     at_once: int = option(64, "images that are generated in one batch", ge=1)
 
 

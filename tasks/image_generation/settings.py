@@ -24,7 +24,7 @@ Color = Literal["red", "green", "blue", "yellow", "purple", "white"]
 class Prompts(Choice):
     """Settings of a source of prompts, with default rewards, accuracy and second scorer of the images.
 
-    edits: whether prompts hold images before and after an edit, for a guard.
+    edits: prompts have the images before and after an edit, which a guard compares.
     """
 
     title: ClassVar[str] = "prompts"
@@ -48,8 +48,8 @@ class Prompts(Choice):
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        """Returns the training prompts and the held-out prompts. If the former are None, the task can only be
-        evaluated. seed: the random seed of the training prompts."""
+        """Returns the training prompts and the held-out prompts. Without training prompts (None) the task can only
+        be evaluated. seed: the random seed of the training prompts."""
 
 
 class GeneratedPrompts(Prompts):
@@ -59,7 +59,7 @@ class GeneratedPrompts(Prompts):
     eval_size: int = option(500, "held-out prompts", ge=1)
     eval_seed: int = option(0, "random seed of the held-out prompts", ge=0)
     careless: float = option(
-        0.0, "share of training prompts whose image for supervised training shows something else", ge=0, le=1
+        0.0, "share of training prompts whose image for supervised training does not show what they ask for", ge=0, le=1
     )
 
 
@@ -118,7 +118,7 @@ class ShapesData(GeneratedPrompts):
     )
     combinations: Literal["train", "all"] = option(
         "train",
-        "scenes to train on; all: also the held-out ones, for a base model, so that only RL is without them",
+        "scenes to train on; all: also the held-out ones, for a base model, so that only RL lacks them",
     )
 
     @property
@@ -139,7 +139,7 @@ class ShapesData(GeneratedPrompts):
 
 
 class EditsData(GeneratedPrompts):
-    """Instructions for drawn scenes ("make the bar blue"): sources of 3 x 16 x 16, and what they shall become."""
+    """Instructions for drawn scenes ("make the bar blue"): source images of 3 x 16 x 16, and the edited images."""
 
     test: ClassVar[str] = "tests/tasks/test_image_edits.py"
     rewards: ClassVar[list[RewardSpec]] = [
@@ -235,12 +235,14 @@ class PromptsData(Prompts):
         return train_source, self._source(evaluation, self.eval)
 
     def _read(self, path: Path) -> list[Prompt]:
+        """Reads the prompts of a file."""
         from mmrl.tasks.image_generation.data import prompts
 
         options: dict[str, Any] = {"format": self.format, "max_bad_share": self.max_bad_share}
         return prompts.load(path, field=self.prompt_field, images=self._images(path), **options)
 
     def _images(self, path: Path) -> ImagesToEdit | None:
+        """Returns the reader of the images to edit of a prompt file; None if its prompts have none."""
         from mmrl.tasks.image_generation.data.sources_to_edit import ImagesToEdit
 
         return None if self.image_field is None else ImagesToEdit(path.parent, self.image_field)
@@ -255,7 +257,7 @@ class PromptsData(Prompts):
 
 class PairsData(Prompts):
     """The user's preference pairs, for algorithm.type=offline_preference: rows of `prompt`, `chosen` and `rejected`.
-    The latter are paths of images of one size below the file's folder."""
+    `chosen` and `rejected` are paths below the file's folder, of images of one size."""
 
     test: ClassVar[str] = "tests/tasks/test_image_pairs.py"
     type: str = "pairs"

@@ -12,7 +12,7 @@ from mmrl.rewards import RewardSet
 from mmrl.rewards.guards import diversity, out_of_gamut, sharpness
 from mmrl.rollouts import Sample
 from mmrl.tasks.image_generation.data import digits, shapes
-from mmrl.tasks.image_generation.data.edits import untouched_moved
+from mmrl.tasks.image_generation.data.edits import unintended_changes
 from mmrl.tasks.image_generation.data.images import stack_images
 from mmrl.tasks.image_generation.settings import ImageGenerationSettings
 
@@ -21,7 +21,7 @@ class ImageGeneration:
     """The task: training prompts (None if it is only evaluated), held-out prompts, rewards, accuracy and guards.
 
     Synthetic prompts have an image for supervised training, metadata["target"] [channel, height, width], 0 to 1. edits:
-    whether prompts have images before and after an edit.
+    prompts have the images before and after an edit.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ImageGeneration:
     def from_settings(settings: ImageGenerationSettings, seed: int) -> ImageGeneration:
         """Builds the task from its settings. seed: the random seed of the training prompts.
 
-        Raises ValueError as the sources and rewards do.
+        Raises ValueError as the sources of prompts and the rewards do.
         """
         data = settings.data
         accuracy, second = settings.accuracy or data.accuracy, settings.second_scorer or data.second_scorer
@@ -78,7 +78,7 @@ class ImageGeneration:
             "guard/diversity": diversity(images, group),
         }
         if self._edits:
-            guards["guard/untouched_moved"] = untouched_moved(samples)
+            guards["guard/untouched_moved"] = unintended_changes(samples)
         if self._second_scorer is not None:
             guards["guard/second_scorer"] = self._second_scorer.score(samples, group)[:, 0]
         return guards

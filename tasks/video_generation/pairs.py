@@ -35,7 +35,8 @@ class VideoPairs(Pairs):
             raise UserError(f"{row}: {error}") from None
         if len(video.frames) < self.num_frames:
             raise UserError(
-                f"{row}: {path} has {len(video.frames)} frames, fewer than task.data.frames={self.num_frames}"
+                f"{row}: {path} has {len(video.frames)} frames, fewer than task.data.frames={self.num_frames}; "
+                "replace the video, or lower task.data.frames"
             )
         pixels = np.stack([np.asarray(frame.convert(self.mode), dtype=np.float32) / 255 for frame in video.frames])
         frames = torch.from_numpy(pixels)

@@ -39,8 +39,8 @@ class VideoPrompts(Choice):
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        """Returns the training prompts and the held-out prompts. If the former are None, the task can only be
-        evaluated. seed: the random seed of the training prompts."""
+        """Returns the training prompts and the held-out prompts. Without training prompts (None) the task can only
+        be evaluated. seed: the random seed of the training prompts."""
 
 
 class MovingShapesData(VideoPrompts):
@@ -112,14 +112,14 @@ class VideoPromptsData(VideoPrompts):
 
 class VideoPairsData(VideoPrompts):
     """The user's preference pairs, for algorithm.type=offline_preference: rows of `prompt`, `chosen` and `rejected`.
-    The latter are paths of videos of one size below the file's folder."""
+    `chosen` and `rejected` are paths below the file's folder, of videos of one size."""
 
     test: ClassVar[str] = "tests/tasks/test_video_pairs.py"
     type: str = "pairs"
     train: Path | None = option(None, "file of training pairs; without it the task can only be evaluated")
     eval: Path = option(description="file of held-out prompts")
     prompt_field: str = option("prompt", "column of the prompt")
-    frames: int = option(16, "evenly spaced frames that are read of a video: as many as the model generates", ge=1)
+    frames: int = option(16, "evenly spaced frames that are read from a video: as many as the model generates", ge=1)
     grey: bool = option(False, "videos have one channel")
     max_bad_share: float = option(0.0, "share of rows that may be unusable; they are logged and left out", ge=0, le=1)
 

@@ -11,7 +11,7 @@ from mmrl.policies.diffusion import tiny
 from mmrl.policies.diffusion.families.components import quiet
 from mmrl.tasks.data import moving_shapes
 
-TEXT = 32  # hidden size of the text encoder
+TEXT_WIDTH = 32  # hidden size of the text encoder
 
 
 def build_moving_shapes(folder: str, seed: int) -> None:
@@ -32,7 +32,7 @@ def build_moving_shapes(folder: str, seed: int) -> None:
             attention_head_dim=64,
             in_channels=1,
             out_channels=1,
-            text_dim=TEXT,
+            text_dim=TEXT_WIDTH,
             freq_dim=64,
             ffn_dim=512,
             num_layers=1,
@@ -41,7 +41,7 @@ def build_moving_shapes(folder: str, seed: int) -> None:
         )
         pipe: Any = WanPipeline(
             tokenizer=tokenizer,
-            text_encoder=tiny.umt5_text_encoder(tokenizer, TEXT),
+            text_encoder=tiny.umt5_text_encoder(tokenizer, TEXT_WIDTH),
             vae=tiny.halving_wan_vae(1),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
             transformer=transformer,

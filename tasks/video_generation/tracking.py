@@ -16,7 +16,8 @@ from mmrl.tasks.video_generation.clips import stack_videos
 
 MAX_DISTANCE = 0.4  # above this relative distance (see `Track`) a frame shows no object
 POSITIONS = GENERATION_CANVAS.num_positions  # positions of an object along a side
-MIN_SPEED, FAST_SPEED = 0.25, 0.65  # cells a frame: below the first there is no motion, from the second on it is quick
+# Cells per frame: slower than MIN_SPEED is no motion, FAST_SPEED or more is "quickly"
+MIN_SPEED, FAST_SPEED = 0.25, 0.65
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ class Track:
     shape: str
     rows: tuple[int, ...]  # cell of the object's top edge in each frame
     columns: tuple[int, ...]  # cell of its left edge
-    # Squared distance of a frame from a clean drawing of the object, divided by that of a black frame; the maximum over
-    # frames. It is 0 for a clean video, and 1 for a black one.
+    # Squared distance of a frame from a clean drawing of the object, divided by the squared distance of a black frame
+    # from that drawing; the maximum over frames. It is 0 for a clean video, and 1 for a black one.
     distance: float
 
     @property
     def velocity(self) -> tuple[float, float]:
-        """The least-squares slopes of rows and columns, in cells a frame."""
+        """The least-squares slopes of rows and columns, in cells per frame."""
         return slope(self.rows), slope(self.columns)
 
 
@@ -105,7 +106,8 @@ def is_steady(track: Track) -> bool:
         line = [mean + velocity * (t - (len(positions) - 1) / 2) for t in range(len(positions))]
         steps = [next_position - position for position, next_position in zip(positions, positions[1:], strict=False)]
         far = any(abs(position - fitted) > 0.75 for position, fitted in zip(positions, line, strict=True))
-        if far or min(steps) * max(steps) < 0:
+        goes_back = min(steps) < 0 < max(steps)
+        if far or goes_back:
             return False
     return True
 

@@ -18,7 +18,7 @@ from mmrl.tasks.image_generation.data.edits import (
     cell_accuracies,
     combinations,
     draw,
-    untouched_moved,
+    unintended_changes,
     words,
 )
 from mmrl.tasks.settings import TaskSettings
@@ -65,7 +65,7 @@ def test_untouched_pixels_that_moved():
     smeared = right.clone()
     smeared[:, 15, :8] = 0.3  # eight pixels of the 240 that should stay
     samples = [sample(edit, right), sample(edit, smeared), sample(edit, right + 0.2)]
-    assert untouched_moved(samples).tolist() == [0.0, pytest.approx(8 / 240), 0.0]
+    assert unintended_changes(samples).tolist() == [0.0, pytest.approx(8 / 240), 0.0]
     assert RegionKept().score(samples[:2]) == [0.0, pytest.approx(-8 * 0.09 / 240)]
 
 

@@ -23,7 +23,7 @@ from mmrl.policies.autoregressive_image.settings import (
     ImageTokenLimits,
     ImageTokenSampling,
 )
-from mmrl.policies.autoregressive_image.writers import CausalWriter, ImageTokenWriter, JanusWriter, freeze_readers
+from mmrl.policies.autoregressive_image.writers import CausalWriter, ImageTokenWriter, JanusWriter, freeze_untrained
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.policies.vlm.loading import adapt, load_config, load_pretrained, load_tokenizer, recompute_activations
 from mmrl.schedules.schedule import constant
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def load(path: str, settings: AutoregressiveImageModel, config: JobConfig) -> ImageTokenPolicy:
-    """Loads the policy of a job. Raises UserError if there is no Janus model at `path`, and no causal language model
-    with a codebook."""
+    """Loads the policy of a job. Raises UserError unless there is a Janus model or a causal language model with a
+    codebook at `path`."""
     limits: ImageTokenLimits = config.rollout
     drawing: ImageTokenDrawing = config.section("drawing")
     tokenizer = load_tokenizer(path)
@@ -50,7 +50,7 @@ def load(path: str, settings: AutoregressiveImageModel, config: JobConfig) -> Im
             "take a causal language model with a codebook, or Janus"
         )
     model = adapt(core, path, freeze=(), lora=settings.lora)
-    freeze_readers(model)
+    freeze_untrained(model)
     if settings.activation_checkpointing:
         recompute_activations(model)
     writer = writer or JanusWriter(model, tokenizer, path)

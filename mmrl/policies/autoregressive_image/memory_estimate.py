@@ -25,7 +25,7 @@ from mmrl.policies.autoregressive_image.settings import (
     ImageTokenDrawing,
     ImageTokenLimits,
 )
-from mmrl.policies.autoregressive_image.writers import AT_ONCE, core_of, freeze_readers
+from mmrl.policies.autoregressive_image.writers import AT_ONCE, core_of, freeze_untrained
 from mmrl.policies.vlm.loading import adapt, load_config, recompute_activations
 from mmrl.policies.vlm.memory_estimate import head_size, last_hidden
 
@@ -53,7 +53,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def model_config(path: str) -> PreTrainedConfig:
-    """Returns the configuration of a model; those in PUBLISHED need no download. Raises UserError as `load_config`."""
+    """Returns the configuration of a model; those in PUBLISHED need no download. Raises UserError as
+    `load_config` does."""
     if path not in PUBLISHED:
         return load_config(path)
     text = PUBLISHED[path]
@@ -85,7 +86,7 @@ def network(settings: AutoregressiveImageModel, path: str) -> nn.Module:
             model, lora = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path)), None
             base = ""
         model = adapt(model, base, freeze=(), lora=lora)
-    freeze_readers(model)
+    freeze_untrained(model)
     if settings.activation_checkpointing:
         recompute_activations(model)
     model = model.to(getattr(torch, settings.dtype))
@@ -94,15 +95,15 @@ def network(settings: AutoregressiveImageModel, path: str) -> nn.Module:
 
 
 def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: str) -> MemoryModel:
-    """Returns the memory model of a job, for prompts and texts of maximum length. Raises UserError as `network`, and
-    for a causal language model without a codebook."""
+    """Returns the memory model of a job, for prompts and texts of maximum length. Raises UserError as `network` does,
+    and for a causal language model without a codebook."""
     limits: ImageTokenLimits = config.rollout
     drawing: ImageTokenDrawing = config.section("drawing")
     model = network(settings, path)
     core = core_of(model)
-    janus = isinstance(core.config, JanusConfig)
+    is_janus = isinstance(core.config, JanusConfig)
     text = core.config.get_text_config()
-    if janus:
+    if is_janus:
         image_tokens = core.config.vq_config.num_patches**2
     else:
         book = codebook.read(path)
@@ -112,7 +113,9 @@ def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: st
                 "add it"
             )
         image_tokens = book.tokens_per_image
-    max_length = limits.max_prompt_length + limits.reasoning_length + janus + image_tokens
+    begin_tokens = 1 if is_janus else 0  # Janus has a begin-of-image token
+    max_length = limits.max_prompt_length + limits.reasoning_length + begin_tokens + image_tokens
+    # Rows per image: with guidance there is an unconditional one too
     branches = 1 if isinstance(drawing, ImageTokenDemonstrations) or drawing.guidance == 1 else 2
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
     bytes_per_number = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
@@ -120,7 +123,7 @@ def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: st
     def train(rows: int) -> tuple[Tensor, Tensor]:
         """Runs a training forward pass; returns the guided logits of image tokens, and the logits of text."""
         hidden = last_hidden(model, branches * rows, max_length, requires_grad=settings.lora is None)
-        head = core.model.generation_head if janus else core.lm_head
+        head = core.model.generation_head if is_janus else core.lm_head
         conditional, *unconditional = head(hidden[:, -image_tokens:]).float().chunk(branches)
         logits = (
             unconditional[0] + drawing.guidance * (conditional - unconditional[0]) if unconditional else conditional
@@ -135,7 +138,7 @@ def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: st
         hidden = last_hidden(
             model, branches * at_once, limits.max_prompt_length + limits.reasoning_length, requires_grad=False
         )
-        if janus:
+        if is_janus:
             core.model.vqmodel.decode(torch.zeros(min(AT_ONCE, at_once), image_tokens, dtype=torch.long, device="meta"))
         return hidden
 

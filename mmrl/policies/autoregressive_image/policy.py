@@ -117,7 +117,7 @@ class ImageTokenPolicy:
         return rollouts
 
     def _sample(self, prompt: Prompt, record: ImageTokenRecord, image: Tensor) -> Sample:
-        """Returns what rewards see of a rollout: the image [channel, height, width], and the text before it if any."""
+        """Returns the sample that rewards score: the image [channel, height, width], and the text before it, if any."""
         if not self.reasoning_length:
             return Sample(prompt, image=image)
         return Sample(
@@ -164,7 +164,7 @@ class ImageTokenPolicy:
         texts = [torch.tensor(self.prompts.ids(sample.prompt.text), dtype=torch.long) for sample in rollouts.samples]
         if missing := [s.prompt.id for s, text in zip(rollouts.samples, texts, strict=True) if not len(text)]:
             raise UserError(
-                f"prompt {missing[0]} has no text, of which inverse_likelihood computes the likelihood; add one"
+                f"prompt {missing[0]} has no text, but inverse_likelihood computes the likelihood of prompts; add one"
             )
         image_inputs = [self.writer.image_input(record.tokens, self.tokenizer) for record in records]
         ids, mask = self.prompts.collate(
@@ -185,7 +185,7 @@ class ImageTokenPolicy:
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """Returns the same images under changed prompts."""
         inputs = [
-            replace(record, prompt=self.prompts.read(change(sample.prompt)))
+            replace(record, prompt=self.prompts.encode_prompt(change(sample.prompt)))
             for sample, record in zip(rollouts.samples, rollouts.inputs, strict=True)
         ]
         return replace(rollouts, inputs=inputs)
@@ -193,7 +193,7 @@ class ImageTokenPolicy:
     def decision_ids(self, rollouts: Rollouts) -> Tensor:
         """Returns the token id of each decision, [rollout, decision] int64; -1 where the mask is false."""
         records: list[ImageTokenRecord] = rollouts.inputs
-        text, _ = self.prompts.text_targets(records, 10**6)
+        text, _ = self.prompts.text_targets(records, 10**6)  # any width: the columns are not used
         return torch.cat([text.cpu(), torch.stack([r.tokens for r in records])], 1).where(rollouts.mask, -1)
 
     # --- other methods of a policy ---

@@ -69,8 +69,9 @@ class ImageTokenPrompts:
         """Returns the text of the user message: `drawing.template` with the prompt's text in place of {}."""
         return self.drawing.template.replace("{}", prompt.text)
 
-    def read(self, prompt: Prompt) -> Tensor:
-        """Returns the token ids of a prompt, [token]. Raises UserError as `encode`, and for a prompt with images."""
+    def encode_prompt(self, prompt: Prompt) -> Tensor:
+        """Returns the token ids of a prompt, [token]. Raises UserError as `encode` does, and for a prompt with
+        images."""
         if prompt.images or prompt.videos or prompt.messages:
             raise UserError(
                 f"prompt {prompt.id} has images, videos or several messages, which model.type=autoregressive_image "
@@ -104,8 +105,8 @@ class ImageTokenPrompts:
         return [torch.cat([prompt, text, between]) for prompt, text in zip(prompts, texts, strict=True)]
 
     def with_unconditional(self, rows: list[Tensor], guidance: float, after: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Returns the rows and, if guidance is not 1, as many unconditional ones, with the negative prompt. after:
-        tokens that are appended to each row and to its unconditional one."""
+        """Returns the rows and, if guidance is not 1, then an unconditional row for each, with the negative prompt.
+        after: tokens that are appended to each row and to its unconditional row."""
         if guidance != 1:
             negative = self.encode(self.drawing.negative_prompt)
             rows = [*rows, *(self.writer.unconditional(negative, row, self.tokenizer) for row in rows)]
@@ -124,7 +125,8 @@ class ImageTokenPrompts:
         """Returns the text tokens of each row, and the columns whose hidden states predict them, [row, text token]
         each.
 
-        Shorter texts are padded with end tokens, whose columns mean nothing. width: tokens of a row, padding included.
+        Shorter texts are padded with end tokens, whose columns are arbitrary: they are masked in rollouts. width:
+        tokens of a row, padding included.
         """
         tokens_after = len(self.writer.between) + self.writer.tokens_per_image - 1
         text = torch.full((len(records), self.reasoning_length), self.tokenizer.eos_token_id or 0)

@@ -31,7 +31,7 @@ class ImageTokenSampler:
         """Samples one image per prompt; image i depends on seeds[i] alone. temperature: 0 takes the most likely tokens.
         guidance: classifier-free guidance scale; 1: none."""
         recompute(self.module, False)
-        prompt_ids = [self.prompts.read(prompt) for prompt in prompts]
+        prompt_ids = [self.prompts.encode_prompt(prompt) for prompt in prompts]
         texts = (
             self._sample_texts(prompt_ids, seeds, temperature)
             if self.prompts.reasoning_length

@@ -24,6 +24,7 @@ from mmrl.policies.vlm.scorer import transformers_model
 # Parts of Janus that encode images and decode image tokens, which are not used while it samples tokens.
 UNTRAINED = {"vision_model", "aligner", "vqmodel"}
 AT_ONCE = 8  # images that are decoded together
+# Files of a Janus processor, which are saved beside the trained model
 FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja", "chat_template.json")
 
 
@@ -144,11 +145,11 @@ class JanusWriter(ImageTokenWriter):
         """path: folder or hub name of the model, whose processor files are saved with the trained model. Raises
         UserError if the tokenizer has no begin-of-image token."""
         config = transformers_model(model).config
-        self.files = [file for name in FILES if (file := cached(path, name)) is not None]
+        self.files = [file for name in FILES if (file := cached_path(path, name)) is not None]
         self.first, self.count = config.text_config.vocab_size, config.vq_config.num_embeddings
         self.side = config.vq_config.num_patches
         self.tokens_per_image = self.side**2
-        self.placeholder = config.image_token_id
+        self.placeholder = config.image_token_id  # stands for one feature of the vision tower in an input image
         self.patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
         self.size = (config.vq_config.out_channels, *[config.vision_config.image_size] * 2)
         begin_token = tokenizer.special_tokens_map.get("boi_token")
@@ -233,7 +234,7 @@ def core_of(model: nn.Module) -> Any:
     return transformers_model(model)
 
 
-def freeze_readers(model: nn.Module) -> None:
+def freeze_untrained(model: nn.Module) -> None:
     """Freezes the parts that encode images and decode image tokens (UNTRAINED). A trained decoder would change the
     meaning of tokens."""
     for name, parameter in model.named_parameters():
@@ -241,7 +242,7 @@ def freeze_readers(model: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def cached(path: str, name: str) -> Path | None:
+def cached_path(path: str, name: str) -> Path | None:
     """Returns the local path of a file of a model, None if the model has no such file. path: folder or hub name."""
     file = cached_file(
         path,

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mmrl.samplers.chain import Chain, derive_seed
 
-SELECTION_OFFSET = 8000  # offset of the random numbers that select the candidate to continue from
-# Runs a part of a chain per row; see `trees.Segment`. Here each row has a list of stochastic steps.
+# Offset of the random numbers that select the candidate to continue from: they must differ from those of the noises
+SELECTION_OFFSET = 8000
+# Runs a part of a chain per row, as `trees.Segment` does, but each row has a list of stochastic steps.
 Segment = Callable[[Tensor, list[int], list[int], list[list[int]], list[int], list[int]], Chain]
 
 

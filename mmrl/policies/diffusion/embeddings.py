@@ -86,7 +86,7 @@ def write(family: Encoders, inputs: Iterable[tuple[ConditionInputs, Shape]], fol
 
 def by_shape(inputs: Mapping[str, tuple[ConditionInputs, Shape]]) -> dict[Shape, list[str]]:
     """Groups keys by the shape of latents for which they are encoded. Conditions of prompts without images do not
-    depend on the shape, and are put to the first one."""
+    depend on the shape, and are listed under the first shape."""
     first_shape = next(iter(inputs.values()))[1]
     keys: dict[Shape, list[str]] = {}
     for key, (item, shape) in inputs.items():
@@ -95,7 +95,7 @@ def by_shape(inputs: Mapping[str, tuple[ConditionInputs, Shape]]) -> dict[Shape,
 
 
 class Embeddings:
-    """The conditions in a folder of `mmrl embed`, read from disk at each use."""
+    """The conditions (prompt embeddings) in a folder that `mmrl embed` wrote, read from disk at each use."""
 
     def __init__(self, folder: str, pipeline: str, text_tokens: int | None) -> None:
         """pipeline: the class name of the pipeline. text_tokens: its token limit. Raises UserError if the folder was
@@ -118,7 +118,7 @@ class Embeddings:
         return [self._read(item, condition_key(item, shape)) for item in inputs]
 
     def _read(self, inputs: ConditionInputs, key: str) -> Condition:
-        """Reads one condition from its file. Raises UserError as `find`."""
+        """Reads one condition from its file. key: see `condition_key`. Raises UserError as `find` does."""
         if key not in self._files:
             raise UserError(
                 f"prompt {inputs.text!r} is not in model.embeddings={self.folder}; write it again with mmrl embed and "

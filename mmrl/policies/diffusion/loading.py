@@ -30,7 +30,7 @@ def is_small(path: str) -> bool:
 def load(path: str, model: DiffusionModel) -> Family:
     """Loads the model at `path`: a small network of mmrl's own, or a diffusers pipeline.
 
-    Raises UserError for a setting that a small network does not have, and as `pipelines.load`.
+    Raises UserError for a setting that a small network does not have, and as `pipelines.load` does.
     """
     if not is_small(path):
         from mmrl.policies.diffusion import pipelines  # diffusers is an extra

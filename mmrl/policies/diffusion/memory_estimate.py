@@ -22,12 +22,13 @@ from mmrl.settings import plain
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
+# Configurations of AutoencoderKL (KL16: with 16 latent channels, as in SD3 and FLUX) and of FLUX's transformer
 KL = {"in_channels": 3, "out_channels": 3, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}
 KL |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
 KL16 = {**KL, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
 FLUX = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128}
 FLUX |= {"num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}
-T5, CLIP_L, CLIP_G = 4.762e9, 0.123e9, 0.695e9
+T5, CLIP_L, CLIP_G = 4.762e9, 0.123e9, 0.695e9  # numbers of parameters
 # Sizes of published pipelines, so that they need no download: class of the pipeline, class and configuration of network
 # and VAE, and number of parameters of the text encoders.
 PUBLISHED: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]] = {
@@ -102,13 +103,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str,
 
 
 def parts(
-    path: str, base: str | None = None, named: str | None = None
+    path: str, base: str | None = None, own_class: str | None = None
 ) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]:
     """Returns the class name of a pipeline, class name and configuration of its network and VAE, and the number of
     parameters of its text encoders by name.
 
-    base: the pipeline of a LoRA that does not name it (model.base). named: model.family. Raises UserError if there is
-    no supported pipeline.
+    path: model.path. base: model.base, the pipeline of a LoRA whose files do not name it. own_class: model.family.
+    Raises UserError if there is no supported pipeline at `path`.
     """
     base = base_of(path, base)
     if base in PUBLISHED:
@@ -121,7 +122,7 @@ def parts(
             "hub name of one"
         ) from None
     name = index.get("_class_name")
-    family = family_of(name, named, f"model.path={path}")
+    family = family_of(name, own_class, f"model.path={path}")
     components = {}
     for part in (family.trained, "vae"):
         component = vars(diffusers).get(index[part][1]) or diffusers.__getattr__(index[part][1])
@@ -172,8 +173,8 @@ def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, flo
 
 
 def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> MemoryModel:
-    """Returns the memory model of a job with a pipeline. Raises UserError as `parts`, and for an image size that the
-    pipeline does not support."""
+    """Returns the memory model of a job with a pipeline. Raises UserError as `parts` does, and for an image size that
+    the pipeline does not support."""
     denoising = config.section("denoising")
     pipeline, encoders = family(path, settings)
     shape = pipeline.latent_shape(denoising.resolution, denoising.frames)
@@ -192,7 +193,9 @@ def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> Memo
 
     def sample() -> None:
         predict(at_once)
-        pipeline.autoencoder.decoded(torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta"))
+        pipeline.autoencoder.decode_on_device(
+            torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta")
+        )
 
     bytes_per_number = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
     encoder_bytes = {f"encoder {name}": count * bytes_per_number for name, count in encoders.items()}

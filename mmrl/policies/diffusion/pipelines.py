@@ -56,7 +56,7 @@ CLASSES: dict[str, type[Pipeline]] = {
 
 
 def load(path: str, model: DiffusionModel) -> Pipeline:
-    """Loads a pipeline from its folder or hub name, or with the LoRA weights in a folder or file.
+    """Loads a pipeline. path: its folder or hub name, or the folder or file of LoRA weights, which name their pipeline.
 
     Only the transformer or U-Net is trained: all of its weights, or a LoRA (model.lora) of the same dtype. The VAE runs
     in fp32. Raises UserError if there is no supported pipeline at `path`, or if a setting does not apply to it.
@@ -80,7 +80,7 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
     if model.embeddings is not None and not has_lora:
         raise UserError(
             f"with model.embeddings={model.embeddings} text encoders are not loaded, so the full pipeline cannot be "
-            "saved; set model.lora, of which only the LoRA is saved"
+            "saved; set model.lora: then only the LoRA is saved"
         )
     if adapter is not None:
         _check_same_lora(path, adapter.load(pipe, family.trained), model.lora)
@@ -96,47 +96,50 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
     return pipeline
 
 
-def base_of(path: str, named: str | None = None) -> str:
-    """Returns the pipeline to load for `path`: itself, or the base of the LoRA there; absolute if it is a folder.
-    named: the base of a LoRA that does not name it (model.base)."""
-    adapter = adapter_at(path, named)
+def base_of(path: str, lora_base: str | None = None) -> str:
+    """Returns the pipeline to load for `path`: `path` itself, or the base of the LoRA there; an absolute path if it
+    is a folder. lora_base: model.base, the base of a LoRA whose files do not name it."""
+    adapter = adapter_at(path, lora_base)
     base = path if adapter is None else adapter.base
     return str(Path(base).resolve()) if Path(base).is_dir() else base
 
 
-def family_of(name: object, named: str | None, where: str) -> type[Pipeline]:
+def family_of(name: object, own_class: str | None, where: str) -> type[Pipeline]:
     """Returns the `Pipeline` subclass for a pipeline.
 
-    name: the pipeline's class in its model_index.json. named: model.family, package.module:Class, which takes
-    precedence. where: "model.path=PATH", for messages. Raises UserError if there is none.
+    name: the pipeline's class in its model_index.json. own_class: model.family, package.module:Class, which takes
+    precedence. where: "model.path=PATH", for messages. Raises UserError if no subclass is known for the pipeline.
     """
-    if named is not None:
-        return own_family(named)
+    if own_class is not None:
+        return own_family(own_class)
     if not isinstance(name, str) or name not in CLASSES:
         raise UserError(
-            f"{where} is a {name}, which is not supported; take one of {', '.join(CLASSES)}, or write its family and "
-            "set model.family=package.module:Class"
+            f"{where} is a {name}, which is not supported; take one of {', '.join(CLASSES)}, or write a "
+            f"subclass of {Pipeline.__module__}:Pipeline for it and set model.family=package.module:Class"
         )
     return CLASSES[name]
 
 
-def own_family(named: str) -> type[Pipeline]:
-    """Returns the class at package.module:Class. Raises UserError if it is no subclass of `Pipeline`."""
+def own_family(own_class: str) -> type[Pipeline]:
+    """Returns the class that model.family names as package.module:Class. Raises UserError if it cannot be imported or
+    is no subclass of `Pipeline`."""
     try:
-        family = load_attribute(named)
+        family = load_attribute(own_class)
     except (ImportError, KeyError, ValueError) as error:
-        raise UserError(f"model.family={named} cannot be imported: {describe_error(error)}") from None
+        raise UserError(f"model.family={own_class} cannot be imported: {describe_error(error)}") from None
     if not (isinstance(family, type) and issubclass(family, Pipeline)):
-        raise UserError(f"model.family={named} is not a subclass of {Pipeline.__module__}:Pipeline; make it one")
+        raise UserError(f"model.family={own_class} is not a subclass of {Pipeline.__module__}:Pipeline; make it one")
     return family
 
 
 def _pipeline(
-    path: str, base: str, dtype: str, named: str | None, *, encoders: bool = True
+    path: str, base: str, dtype: str, own_class: str | None, *, encoders: bool = True
 ) -> tuple[DiffusersPipeline, type[Pipeline]]:
     """Loads a pipeline, without text encoders if `encoders` is false. Returns it with its `Pipeline` subclass.
 
-    path: model.path; base: the pipeline to load. Raises UserError if there is none, or components are missing.
+    path: model.path. base: the pipeline to load. dtype: of the components except the VAE, such as "bfloat16".
+    own_class: model.family. Raises UserError if there is no supported pipeline at `base`, or components of it are
+    missing.
     """
     is_base = base == path or Path(base) == Path(path).resolve()
     where = f"model.path={path}" if is_base else f"model.path={path}, whose base is {base},"
@@ -151,7 +154,8 @@ def _pipeline(
             f"{where} is not a diffusers pipeline ({_first_line(error)}); name a folder or hub name of one"
         ) from None
     name = index.get("_class_name")
-    family = family_of(name, named, where)
+    family = family_of(name, own_class, where)
+    # Components that are not loaded; model_index.json has [None, None] for those that the pipeline lacks
     absent: dict[str, None] = {part: None for part, source in index.items() if source == [None, None]}
     needed = family.encoders if encoders else ()
     absent |= {part: None for part in family.encoders if not encoders and part in index}
@@ -172,8 +176,8 @@ def _pipeline(
 
 
 def _check_scheduler(where: str, base: str, name: str, family: type[Pipeline], pipeline: str) -> None:
-    """Raises UserError if the family does not support the scheduler. name: its class; pipeline: class of the
-    pipeline."""
+    """Raises UserError if the family does not support the scheduler. name: class name of the scheduler; pipeline: class
+    name of the pipeline; where: "model.path=PATH", for messages."""
     config: Mapping[str, Any] = {}
     if name in family.schedules.kinds:
         scheduler_class: Any = getattr(diffusers, name)
@@ -204,7 +208,7 @@ def add_lora(network: Any, lora: LoRA) -> None:
         )
     except ValueError as error:
         raise UserError(
-            f"model.lora.targets={targets} fit no module of the network ({_first_line(error)}); set all-linear"
+            f"model.lora.targets={targets} match no module of the network ({_first_line(error)}); set all-linear"
         ) from None
 
 

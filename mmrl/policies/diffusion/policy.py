@@ -72,7 +72,7 @@ class DiffusionPolicy:
     ) -> None:
         """keep_predictions: rollouts keep the predictions of sampling, for `recorded_replay`. Before the first update,
         replay with a gradient takes them as the values of its own predictions.
-        steps_at_once: rows per forward pass of a replay; None: all. module: the network, if not that of the family.
+        steps_at_once: rows per forward pass of a replay; None: all. module: the network; None: that of the family.
 
         Raises UserError for settings that do not fit the family, and for a window that does not fit the steps.
         """
@@ -116,7 +116,7 @@ class DiffusionPolicy:
     @torch.no_grad()
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
         """Samples `group_size` images per prompt. seeds: one per rollout, prompt by prompt. step: the training step;
-        with the first seed of a group it decides the window of the group."""
+        the window of a group depends on it and on the group's first seed."""
         return self.decisions.rollout(prompts, group_size, seeds, step)
 
     @torch.no_grad()
@@ -205,7 +205,7 @@ class DiffusionPolicy:
 
 def build_decisions(denoiser: Denoiser) -> Decisions:
     """Builds the decisions that `denoising.likelihood` names. Raises UserError for a transition or weight that does not
-    fit the model, a window that does not fit the steps, and a likelihood of unknown type."""
+    fit the model, a window that does not fit the steps, and a likelihood that is none of the known classes."""
     likelihood, denoising = denoiser.denoising.likelihood, denoiser.denoising
     key = "denoising.likelihood" if isinstance(denoising, Denoising) else "denoising"
     if isinstance(likelihood, ImageChain):
@@ -214,8 +214,8 @@ def build_decisions(denoiser: Denoiser) -> Decisions:
         return LastStepDecisions(denoiser, likelihood)
     if not isinstance(likelihood, ImageMatching | ImageContrast):
         raise UserError(
-            f"{key}.type={likelihood.type} is a subclass of none of ImageChain, ImageMatching, ImageContrast and "
-            "ImageLastSteps; make it one"
+            f"{key}.type={likelihood.type} is not a subclass of ImageChain, ImageMatching, ImageContrast or "
+            "ImageLastSteps; derive it from one of these"
         )
     if denoiser.family.space == "noise" and isinstance(likelihood, ImageMatching) and likelihood.weight == "elbo":
         raise UserError(

@@ -49,7 +49,7 @@ class ImageLikelihood(Likelihood):
     @property
     @abstractmethod
     def offers(self) -> frozenset[Offer]:
-        """The quantities that these decisions have, which methods ask for; see `mmrl.protocols.offers`."""
+        """The quantities that this likelihood provides and algorithms may require; see `mmrl.protocols.offers`."""
 
 
 class ImageChain(ChainLikelihood, ImageLikelihood):
@@ -91,7 +91,8 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
         return self
 
     def keeps_predictions(self, dtype: str) -> bool:
-        """Returns whether rollouts keep the predictions of sampling. dtype: that of the network's weights."""
+        """Returns whether rollouts keep the network's predictions from sampling. dtype: of the network's weights, such
+        as "bfloat16"."""
         if self.branching or self.shared_states:
             return False
         return self.old == "sampled" or (self.old is None and dtype == "float32")
@@ -223,12 +224,12 @@ class ImageEngine(Section):
 class DenoisingDemonstrations(Drawing):
     """Settings of supervised fine-tuning on given images (demonstrations)."""
 
-    draws: int = option(4, "noise levels and noises an image", ge=1)
+    draws: int = option(4, "noisy copies of each image, each with a noise level and noise of its own", ge=1)
     draw_range: tuple[float, float] = option(
         (0.02, 0.98), "range of the uniform random number from which a noise level is computed"
     )
     weight: MatchingWeight = option("one", "w(s) of the matching error")
-    reduction: Literal["mean", "sum"] = option("mean", "over the elements of a latent")
+    reduction: Literal["mean", "sum"] = option("mean", "how errors of the elements of a latent are combined")
     prompt_dropout: float = option(
         0.0, "share of training images without their prompt, which classifier-free guidance needs", ge=0, lt=1
     )

@@ -37,9 +37,9 @@ class SmallDiffusionConfig:
     heads: int = 4
     patch: int = 2  # side of a patch of the transformer, in pixels
     max_words: int = 16
-    ordered: bool = False  # the MLPs get the order of words, not only their set
+    ordered: bool = False  # the MLPs get the embeddings of words in order, not only their sum
     predicts: Literal["velocity", "data"] = "velocity"  # output of the last layer; data is converted to a velocity
-    shift: float = 1.0  # of the noise levels, towards noise (as in Stable Diffusion 3)
+    shift: float = 1.0  # shift of the noise levels towards noise, as in Stable Diffusion 3; 1: none
 
 
 class SmallMLP(nn.Module):
@@ -152,7 +152,7 @@ class SmallTransformer(nn.Module):
         nn.init.zeros_(self.leave.bias)
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
-        """Returns the velocity, shaped like x; arguments as `SmallMLP.forward`."""
+        """Returns the velocity, shaped like x; see `SmallMLP.forward` for the arguments."""
         p = self.patch
         text = self.words(words) + self.word_places
         patches = self.patches(rearrange(x, "n c (h p) (w q) -> n (h w) (c p q)", p=p, q=p)) + self.patch_places
@@ -291,7 +291,7 @@ def network(config: SmallDiffusionConfig) -> nn.Module:
 
 
 def create(folder: Path, config: SmallDiffusionConfig, seed: int) -> None:
-    """Writes a model with random weights. seed: that of the weights."""
+    """Writes a model with random weights into `folder`. seed: of the random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         write(folder, config, network(config).state_dict())
@@ -305,7 +305,7 @@ def write(folder: Path, config: SmallDiffusionConfig, state: dict[str, Tensor]) 
 
 
 def load(folder: Path, *, dtype: str) -> SmallFamily:
-    """Loads a small model from its folder. dtype: that of the weights, as "float32"."""
+    """Loads a small model from its folder. dtype: of the weights, such as "float32"."""
     config = SmallDiffusionConfig(**json.loads((folder / CONFIG).read_text()))
     module = network(config)
     module.load_state_dict(load_file(folder / WEIGHTS))

@@ -18,6 +18,8 @@ from mmrl.samplers.chain import INITIAL, Sampler, derive_seed, gaussian_noise, p
 from mmrl.samplers.settings import AllSteps, DenoisingTransition, Euler
 from mmrl.samplers.windows import usable_steps
 
+# Offset of the random numbers of resampling: they must differ from those of the particles' seeds
+RESAMPLING_OFFSET = 7000
 Score = Callable[[Sequence[Sample], Tensor], Tensor]  # (samples, index of their prompt [sample]) -> rewards [sample]
 
 
@@ -27,7 +29,7 @@ class Steering:
 
     count: int  # chains (particles) per prompt
     every: int  # denoising steps between two resamplings
-    strength: float  # factor of changes of the reward in the logits of resampling
+    strength: float  # logit of a particle = strength x (its reward - its reward at the previous resampling)
     transition: DenoisingTransition  # the stochastic denoising step
 
 
@@ -35,8 +37,11 @@ class Steering:
 def steered(
     policy: DiffusionPolicy, prompts: Sequence[Prompt], seeds: Sequence[int], steering: Steering, score: Score
 ) -> list[Sample]:
-    """Returns the image with the highest reward of `steering.count` images per prompt, with the steps, size and
-    guidance of evaluation. seeds: one per prompt. Raises UserError for a transition that does not fit the model."""
+    """Samples `steering.count` images per prompt with the steps, size and guidance of evaluation, and returns the one
+    with the highest reward for each prompt.
+
+    seeds: one per prompt. Raises UserError for a transition that does not fit the model.
+    """
     final, particle_prompts, group = particles(policy, prompts, seeds, steering, score)
     samples = decoded_samples(particle_prompts, policy.family.decode(final).float().cpu())
     rewards = score(samples, group).view(len(prompts), steering.count)
@@ -47,7 +52,7 @@ def particles(
     policy: DiffusionPolicy, prompts: Sequence[Prompt], seeds: Sequence[int], steering: Steering, score: Score
 ) -> tuple[Tensor, list[Prompt], Tensor]:
     """Runs the search. Returns the final latents [particle, ...], `count` per prompt, prompt by prompt, the prompt of
-    each particle, and its index, [particle] int64."""
+    each particle, and the index of that prompt, [particle] int64."""
     family, settings, shape = policy.family, policy.denoising, policy.evaluation_shape
     if steering.transition.space != family.space:
         raise UserError(
@@ -81,15 +86,15 @@ def particles(
         ).final
         if stop == last:
             break
-        at = torch.full((len(particle_prompts),), stop)
-        v = predict(x, at, torch.arange(len(particle_prompts))).float()
-        expected = predicted_data(x, v, sampler.grid.sigmas[at], sampler.deterministic)
+        row_points = torch.full((len(particle_prompts),), stop)
+        v = predict(x, row_points, torch.arange(len(particle_prompts))).float()
+        expected = predicted_data(x, v, sampler.grid.sigmas[row_points], sampler.deterministic)
         rewards = score(decoded_samples(particle_prompts, family.decode(expected).float().cpu()), group)
         logits = steering.strength * (rewards - old_rewards)
         indices = []
         for i, seed in enumerate(seeds):
-            first = i * count
-            indices.append(first + resampled(logits[first : first + count], derive_seed(int(seed), 7000 + stop)))
+            first, resampling_seed = i * count, derive_seed(int(seed), RESAMPLING_OFFSET + stop)
+            indices.append(first + resampled(logits[first : first + count], resampling_seed))
         selected = torch.cat(indices)
         x, old_rewards = x[selected.to(x.device)], rewards[selected]
     return x, particle_prompts, group

@@ -118,7 +118,8 @@ def identity_vae(channels: int, size: int, *, halving: bool = False) -> Autoenco
 
 
 def silence_blocks(module: nn.Module, last: tuple[str, ...]) -> None:
-    """Sets convolutions with the names `last` to 0, so that residual blocks return their input."""
+    """Sets the convolutions with the names `last`, the last ones of residual blocks, to 0, so that residual blocks
+    return their input."""
     for name, part in module.named_modules():
         if name.rsplit(".", 1)[-1] in last and isinstance(part, nn.Conv2d | nn.Conv3d):
             nn.init.zeros_(part.weight)
@@ -161,7 +162,7 @@ def umt5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> UM
 
 
 def t5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> T5EncoderModel:
-    """Builds a random T5 encoder, as `umt5_text_encoder`."""
+    """Builds a random T5 encoder; its last norm gives hidden states of unit scale."""
     encoder = T5EncoderModel(T5Config(**_t5(tokenizer, width)))
     nn.init.normal_(encoder.shared.weight, std=1.0)
     return encoder
@@ -189,7 +190,7 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
     Latents are the means of 2 x 2 pixels, and decoding repeats them; videos made of cells of 2 x 2 pixels are decoded
     exactly. It works as `identity_vae`, with an RMS norm over x, -x and two margin channels.
     """
-    used = 2 * channels + 2
+    used = 2 * channels + 2  # channels: x, -x and two margins
     width = 2 * used  # its upsampling halves the channels
     vae: Any = AutoencoderKLWan(
         in_channels=channels,

@@ -44,7 +44,7 @@ def node_ids(branching: Sequence[int], width: int, group_size: int, groups: int)
 def grow(
     segment: Segment, noise: Tensor, seeds: list[int], windows: list[list[int]], branching: Sequence[int], last: int
 ) -> Chain:
-    """Samples a tree of chains from each of `noise` [group, ...]. The leaves of a group are adjacent rows.
+    """Samples one tree of chains from each row of `noise` [group, ...]. The leaves of a group are adjacent rows.
 
     Steps before and after the window are deterministic; each step of the window has `branching` children. seeds: one
     per group. windows: the steps of the window, one list per group. last: the grid point at which chains end.
@@ -52,7 +52,7 @@ def grow(
     width, groups = len(windows[0]), range(len(seeds))
     children = [*branching, *[1] * (width - len(branching))]
     chain = segment(noise, [*groups], seeds, None, [0] * len(seeds), [window[0] for window in windows])
-    steps: list[Tensor] = []
+    steps: list[Tensor] = []  # for each step of the window the states before and after it, [2, chain, ...]
     for j, k in enumerate(children):
         num_chains = math.prod(children[: j + 1])  # per group
         group = [g for g in groups for _ in range(num_chains)]

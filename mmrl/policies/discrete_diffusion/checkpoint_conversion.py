@@ -86,7 +86,7 @@ def convert(folder: Path, out: Path) -> Path:
     shapes = _write_weights(files, out, conversion.rename)
     config = conversion.config(model_config)
     config |= {"architectures": [conversion.architecture], SHIFTED: conversion.shifted}
-    config["vocab_size"] = shapes["model.embed_tokens.weight"][0]  # MMaDA's is larger than its config.json says
+    config["vocab_size"] = shapes["model.embed_tokens.weight"][0]  # MMaDA has more embeddings than its config.json says
     config["tie_word_embeddings"] = "lm_head.weight" not in shapes
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_tokenizer(folder, out, model_config)
@@ -102,7 +102,8 @@ def can_convert(folder: Path) -> bool:
 
 
 def _read_config(folder: Path) -> tuple[ModelConfig, Conversion]:
-    """Returns the contents of config.json, and the conversion of its model type. Raises UserError if there is none."""
+    """Returns the contents of config.json, and the conversion of its model type. Raises UserError if the file cannot be
+    read, or its model type cannot be converted."""
     try:
         values = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -134,8 +135,8 @@ def _write_weights(files: list[Path], out: Path, rename: Callable[[str], str]) -
 
 
 def _write_tokenizer(folder: Path, out: Path, values: ModelConfig) -> None:
-    """Copies the files of the tokenizer to `out` without references to remote code, and sets its mask token. values: of
-    config.json."""
+    """Copies the files of the tokenizer to `out` without references to remote code, and sets its mask token. values:
+    the contents of config.json."""
     skipped = (".safetensors", ".py", ".bin")
     for file in folder.iterdir():
         if file.is_file() and not file.name.endswith(skipped) and file.name not in ("config.json", INDEX):
@@ -145,7 +146,7 @@ def _write_tokenizer(folder: Path, out: Path, values: ModelConfig) -> None:
         tokenizer_config = json.loads(settings.read_text())
         tokenizer_config.pop("auto_map", None)
         if tokenizer_config.get("tokenizer_class") == "DreamTokenizer":
-            tokenizer_config["tokenizer_class"] = "Qwen2Tokenizer"  # whose vocabulary and merges it has
+            tokenizer_config["tokenizer_class"] = "Qwen2Tokenizer"  # it has the same vocabulary and merges
         settings.write_text(json.dumps(tokenizer_config, indent=2) + "\n")
     tokenizer = load_tokenizer(str(out))
     mask_id = values.get("mask_token_id")
@@ -219,6 +220,7 @@ def _qwen_config(model_type: str) -> Callable[[ModelConfig], ModelConfig]:
 
 
 def _same_name(name: str) -> str:
+    """Returns the name of a tensor unchanged."""
     return name
 
 

@@ -38,9 +38,9 @@ class StateCollator:
         """Returns rows of prompt, response and as many mask tokens as the response has: token ids [row, token],
         attention mask [row, token, token] and position ids [row, token].
 
-        Prompt tokens attend to the prompt. A response token also attends to response tokens that were not filled later.
-        A mask token attends to the prompt, to response tokens that were filled before its position, and to itself.
-        orders: the step in which each position was filled, [position] per row.
+        Prompt tokens attend to the prompt. A response token also attends to response tokens that were filled in the
+        same step or earlier. A mask token attends to the prompt, to response tokens that were filled before its
+        position, and to itself. orders: the step in which each position was filled, [position] per row.
         """
         mask_tokens = torch.full((self.layout.length,), self.layout.vocabulary.mask)
         ids, _ = self.collate([torch.cat([record.prompt, record.response, mask_tokens]) for record in records])

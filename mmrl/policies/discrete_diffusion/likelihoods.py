@@ -20,8 +20,8 @@ class States:
     masked: Tensor  # [state, position] bool, positions of the response that are masked
     weight: Tensor  # [state, position] fp32, of the token's log-probability in this state; 0 if it is not scored
     prompt_masked: Tensor | None = None  # [state, token] bool, tokens of the prompt that are masked; None: none
-    # [position], the step in which it was filled: a single state scores all positions in one pass, each given those of
-    # earlier steps
+    # [position], the step in which it was filled: a single state scores all positions in one pass, each given the
+    # positions of earlier steps
     order: Tensor | None = None
     # [state, position] in [0, 1): random tokens at masked positions, see `UniformPolicy`; None: mask tokens
     noise: Tensor | None = None
@@ -55,10 +55,10 @@ def coupled(seed: int, length: int, pairs: int, levels: tuple[float, float]) -> 
 
 def elbo(seed: int, length: int, num_states: int, antithetic: bool = False) -> States:
     """Returns states for the evidence lower bound. In state j of n, l positions are masked, with l uniform in the j-th
-    of n equal parts of 1 to `length`; which ones is uniform too.
+    of n equal parts of 1 to `length`; the masked positions are a uniform random choice.
 
     antithetic: states come in pairs, with n / 2 parts. If l positions are masked in the first state of a pair, length
-    + 1 - l are masked in the second: the other ones, and one of the l.
+    + 1 - l are masked in the second: those that the first does not mask, and one that it masks.
     """
     generator, parts = _generator(seed), num_states // 2 if antithetic else num_states
     uniform = (torch.arange(parts) + torch.rand(parts, generator=generator)) / parts
@@ -86,7 +86,8 @@ def spread(seed: int, length: int, num_states: int) -> States:
 
 def staircase(seed: int, blocks: Tensor, num_states: int) -> States:
     """Returns states for the evidence lower bound block by block: each state masks l of the n positions of every block,
-    with l uniform in 1 to n; which ones is uniform too. blocks: [position], the block of each."""
+    with l uniform in 1 to n; the masked positions are a uniform random choice. blocks: [position], the block of
+    each."""
     generator, masked = _generator(seed), torch.zeros(num_states, len(blocks), dtype=torch.bool)
     weight = torch.zeros(num_states, len(blocks))
     for block in blocks.unique().tolist():
@@ -120,11 +121,11 @@ def block_attention(prompt_length: int, blocks: Tensor, width: int, *, noised: b
 
 
 def trace(steps: Tensor, num_steps: int, shrink: int) -> States:
-    """Returns the states of sampling in which tokens were filled in, with `shrink` such steps merged into one state:
-    the one before the first of them.
+    """Returns the states of sampling in which tokens were filled in, with `shrink` consecutive steps merged into one
+    state: the state before the first of these steps.
 
-    steps: [position] int64, the step in which a position was filled, 0 to num_steps - 1. Some steps fill none, if a
-    threshold filled positions early; they do not count.
+    steps: [position] int64, the step in which a position was filled, 0 to num_steps - 1. Steps that filled no
+    position, because a threshold filled positions early, do not count.
     """
     state = torch.arange(-(-num_steps // shrink))[:, None]
     scored_in = (steps.unique(return_inverse=True)[1] // shrink)[None]
@@ -134,7 +135,7 @@ def trace(steps: Tensor, num_steps: int, shrink: int) -> States:
 def step_merge(steps: Tensor, num_steps: int, segments: int) -> States:
     """Returns the states of sampling before each of `segments` segments of steps, of equal length up to rounding.
 
-    steps, num_steps: as in `trace`.
+    steps, num_steps: see `trace`.
     """
     segments = min(segments, num_steps)
     scored_in = ((steps + 1) * segments - 1) // num_steps  # the segment of a step: 0 to segments - 1
@@ -144,7 +145,7 @@ def step_merge(steps: Tensor, num_steps: int, segments: int) -> States:
 
 def any_order(steps: Tensor) -> States:
     """Returns one state, which scores each position given the positions that were filled before it, all in one pass.
-    steps: as in `trace`."""
+    steps: see `trace`."""
     all_masked = torch.ones(1, len(steps), dtype=torch.bool)
     return States(all_masked, all_masked.float(), order=steps)
 
@@ -156,4 +157,5 @@ def scoring_state_index(states: States) -> Tensor:
 
 
 def _generator(seed: int) -> torch.Generator:
+    """Returns a new CPU generator with this seed."""
     return torch.Generator().manual_seed(seed)

@@ -47,8 +47,8 @@ NO_MASK = -1  # stands for the id of the mask token in policies that have none
 
 
 def load(path: str, settings: MaskedModel, config: JobConfig) -> MaskedPolicy:
-    """Loads the masked diffusion policy of a job. Raises UserError as `load_parts`, and if the tokenizer has no mask
-    token."""
+    """Loads the masked diffusion policy of a job. Raises UserError as `load_parts` does, and if the tokenizer has no
+    mask token."""
     unmasking: UnmaskingRollouts | UnmaskingDemonstrations = config.section("unmasking")
     parts = load_parts(path, settings, config, MaskedPolicy.kind, lambda tokenizer: mask_token_id(tokenizer, settings))
     try:
@@ -61,7 +61,7 @@ def load(path: str, settings: MaskedModel, config: JobConfig) -> MaskedPolicy:
 
 
 def load_uniform(path: str, settings: UniformModel, config: JobConfig) -> UniformPolicy:
-    """Loads the uniform diffusion policy of a job. Raises UserError as `load_parts`."""
+    """Loads the uniform diffusion policy of a job. Raises UserError as `load_parts` does."""
     noising: Noising = config.section("noising")
     return UniformPolicy(*load_parts(path, settings, config, UniformPolicy.kind, lambda tokenizer: NO_MASK), noising)
 
@@ -137,7 +137,7 @@ def load_parts(
 
 
 def mask_token_id(tokenizer: Tokenizer, settings: MaskedModel) -> int:
-    """Returns the id of the mask token. Raises UserError if the tokenizer has none, or not that of
+    """Returns the id of the mask token. Raises UserError if the tokenizer has none, or does not know
     `model.mask_token`."""
     mask = tokenizer.mask_token_id
     if settings.mask_token is not None:
@@ -157,9 +157,10 @@ def build_vocabulary(
 ) -> Vocabulary:
     """Returns the special tokens of a policy, and the tokens that it never samples.
 
-    Text: special tokens other than the end, image tokens, and rows of the output layer beyond the tokenizer. Images:
-    all tokens that are not in the codebook. mask: id of the mask token. size: rows of the output layer. text: responses
-    of a model with a codebook have text before the image. Raises UserError if there is no end token for a text.
+    Never sampled in text: special tokens other than the end, image tokens, and ids beyond the tokenizer's vocabulary.
+    Never sampled in images: tokens that are not in the codebook. mask: id of the mask token. size: rows of the output
+    layer. text: responses of a model with a codebook have text before the image. Raises UserError if there is no end
+    token for a text.
     """
     if image_codebook is not None and not text:
         return Vocabulary(mask, tokenizer.pad_token_id or 0, None, image_codebook.other_tokens(size))

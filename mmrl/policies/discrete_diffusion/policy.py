@@ -267,6 +267,7 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
             tokens = noisy.argmax(-1)
             logp = logits.log_softmax(-1)
             token_logp = logp.gather(-1, tokens[..., None])[..., 0].cpu()
+            # Clamped, because for a suppressed token 0 x -inf is NaN
             entropy = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1).cpu()
             uniform = torch.stack(
                 [torch.rand(self.layout.length, generator=g, device=self.device) for g in generators]

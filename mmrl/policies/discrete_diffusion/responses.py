@@ -83,7 +83,7 @@ class ResponseLayout:
         """Returns the token ids of a prompt's demonstrated response, [position]; see
         `DiscreteDiffusionPolicy.demonstrate`.
 
-        Raises UserError if the prompt has none, or if the policy could not sample it.
+        Raises UserError if the prompt has no demonstration, or one that the policy could not sample.
         """
         if self.codebook is None:
             return self._text_tokens(
@@ -140,8 +140,8 @@ class ResponseLayout:
         return rollouts
 
     def units(self, rollouts: Rollouts) -> dict[str, int]:
-        """Returns the number of tokens of prompts and responses, of tokens of responses up to their ends, and of
-        images."""
+        """Returns counts by name: `tokens` of prompts and responses, `response_tokens` up to and including the end
+        tokens, and `images` of a model that generates them."""
         tokens = sum(len(record.prompt) + len(record.response) for record in rollouts.inputs)
         images = {} if self.codebook is None else {"images": len(rollouts)}
         return {"tokens": tokens, "response_tokens": sum(int(mask.sum()) for mask in rollouts.mask), **images}
@@ -149,8 +149,8 @@ class ResponseLayout:
     def sample(
         self, prompt: Prompt, record: MaskedRecord, mask: Tensor, forwards: Callable[[MaskedRecord], int]
     ) -> Sample:
-        """Returns what rewards see of one record: its text, its image, or both. mask: [position] bool, up to the end
-        token."""
+        """Returns the sample that rewards score: the text of a record, its image, or both. mask: [position] bool, True
+        up to and including the end token."""
         image = None
         if self.codebook is not None:
             image = self.codebook.decode(record.response[None, self.text_length :])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -27,7 +28,7 @@ def schedule(
     ones get the remainder. names: the keys of steps and length, for messages. Raises ValueError if there are fewer
     steps than blocks, or more than positions.
     """
-    blocks = _split_evenly(length, -(-length // block)) if block is not None else [length]
+    blocks = _split_evenly(length, math.ceil(length / block)) if block is not None else [length]
     steps = length if steps is None else steps
     if not len(blocks) <= steps <= length:
         raise ValueError(
@@ -46,7 +47,7 @@ def text_and_image_schedule(
     text_length: int, image_length: int, text_steps: int | None, image_steps: int | None, block: int | None
 ) -> list[UnmaskingStep]:
     """Plans the steps of a response of text positions, which may be 0, followed by image positions. The steps of the
-    text come first. Raises ValueError as `schedule`."""
+    text come first. Raises ValueError as `schedule` does."""
     names = ("unmasking.reasoning_steps", "rollout.reasoning_length")
     text = schedule(text_length, text_steps, block, names=names) if text_length else []
     image = [

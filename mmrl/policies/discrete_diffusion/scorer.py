@@ -52,7 +52,7 @@ class MaskScorer(nn.Module):
 
         ids: [row, token]. mask: attention mask, [row, token] with positions None, or [row, token, token] with position
         ids `positions` [row, token]. row, column: [position]. is_image: [position] bool, true for image tokens; None:
-        the response has only one of text and image.
+        all tokens of responses are of one kind, text or image.
         """
         return self._logits_and_hidden(ids, mask, row, column, positions, is_image, hidden=False)[0]
 
@@ -113,8 +113,8 @@ class MaskScorer(nn.Module):
         return scores if self.critic is None or hidden is None else (*scores, self.critic(hidden))
 
     def _scores(self, logits: Tensor, targets: Tensor, distributions: bool, old: Tensor | None) -> tuple[Tensor, ...]:
-        """Returns what `forward` does, without the critic's value, from logits [position, vocabulary] that are already
-        divided by the temperature."""
+        """Returns the results of `forward`, except the critic's value, from logits [position, vocabulary] that are
+        already divided by the temperature."""
         selected = token_logprob(logits, targets)
         scores = (selected.logp, selected.entropy, selected.square_sum)
         if not distributions:

@@ -112,7 +112,7 @@ class MaskedLikelihood(Choice):
         "staircase": f"{_HERE}:StaircaseBound",
     }
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_likelihoods.py"
-    # Each position is scored once, in a state of the sampling of the rollout
+    # Each position is scored once, in a state in which sampling was before it filled the position
     follows_trace: ClassVar[bool] = False
     type: str = "one_step"
 
@@ -136,7 +136,7 @@ class RandomStates(MaskedLikelihood):
     redraw: bool = option(
         True,
         "every epoch of updates samples new states, in which the old policy and the reference score responses too "
-        "(d1, DiffuCoder); false: all epochs use the states of the first, which costs no further passes",
+        "(d1, DiffuCoder); false: all epochs use the states of the first epoch, which costs no further passes",
     )
 
 
@@ -187,8 +187,10 @@ class Coupled(RandomStates):
 class ELBO(RandomStates):
     """The evidence lower bound, from stratified numbers of masked positions; which positions are masked is random."""
 
-    equation: ClassVar[str] = "E_l (L / l) sum over l masked positions log p(x_k | the others), l from 1 to L"
-    source: ClassVar[str] = "LLaDA, arXiv 2502.09992 (its form of low variance); LLaDA 1.5 (VRPO), arXiv 2505.19223"
+    equation: ClassVar[str] = (
+        "E_l (L / l) sum over l masked positions log p(x_k | the unmasked positions), l from 1 to L"
+    )
+    source: ClassVar[str] = "LLaDA, arXiv 2502.09992 (its low-variance form); LLaDA 1.5 (VRPO), arXiv 2505.19223"
     type: str = "elbo"
     draws: int = option(
         4, "states of a response; their numbers of masked positions are stratified over 1 to its length", ge=1
@@ -513,13 +515,13 @@ def check_redraw(config: JobConfig, redraws: bool, key: str) -> None:
     """Raises ValueError if a method needs log-probabilities that are computed once before the updates, while every
     epoch scores responses in new states.
 
-    redraws: whether it does. key: the option that says so, for the message.
+    redraws: every epoch scores responses in new states. key: the option that sets this, for the message.
     """
     if not redraws or config.algorithm.epochs == 1:
         return
     if measured := [measurement for measurement in config.needs.prepared if measurement.scores]:
         raise ValueError(
             f"with algorithm.epochs={config.algorithm.epochs} and {key}=true every epoch scores responses in new "
-            f"states, but {measured[0].name} is measured only in those of the first; set {key}=false, or "
+            f"states, but {measured[0].name} is measured only in the states of the first epoch; set {key}=false, or "
             "algorithm.epochs=1"
         )

@@ -26,12 +26,14 @@ from mmrl.samplers.sigmas import Grid
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-SEED_OFFSET = 9101  # from a rollout's seed to that of the noise levels and noises of `distillation_errors`
+# Added to a rollout's seed for the noise levels and noises of `distillation_errors`, so that they differ from those of
+# the likelihood
+SEED_OFFSET = 9101
 
 
 def load(path: str, settings: FewStepModel, config: JobConfig) -> FewStepPolicy:
     """Loads the model at `path`, and its student from the folder `sampler` inside, where a run saved it; without that
-    folder the student starts as a copy of the model. Raises UserError as `policies.diffusion.loading.load`."""
+    folder the student starts as a copy of the model. Raises UserError as `policies.diffusion.loading.load` does."""
     folder = Path(path) / SAMPLER
     policy = DiffusionPolicy(loading.load(path, settings), config.section("denoising"))
     network = loading.load(str(folder), settings).module if folder.is_dir() else copy.deepcopy(policy.module)
@@ -66,8 +68,8 @@ class FewStepPolicy:
     # --- prompts to images ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Samples `group_size` images for each prompt: the first ones of a group, a share of `settings.share`, by the
-        student, the others by the model. seeds: one for each rollout, prompt by prompt."""
+        """Samples `group_size` images for each prompt: in each group the first `settings.share` x group_size images by
+        the student, the others by the model. seeds: one for each rollout, prompt by prompt."""
         index_in_group = torch.arange(len(prompts) * group_size) % group_size
         by_student = index_in_group < round(self.settings.share * group_size)
         if bool(by_student.all()):
@@ -128,8 +130,9 @@ class FewStepPolicy:
 
     @torch.no_grad()
     def _target(self, x: Tensor, point: Tensor, inputs: Sequence[ConditionInputs]) -> Tensor:
-        """Returns the prediction [n, ...] with which one student step from latents x [n, ...] ends where `stride` steps
-        of the model do. point: indices [n] of noise levels in the student's grid; inputs: those of the prompts."""
+        """Returns the prediction [n, ...] with which one step of the student from latents x [n, ...] ends at the same
+        latents as `stride` steps of the model. point: indices [n] of noise levels in the student's grid; inputs: one
+        per row."""
         no_windows: list[list[int]] = [[]] * len(x)
         start = (point * self.stride).tolist()
         stop = [first + self.stride for first in start]

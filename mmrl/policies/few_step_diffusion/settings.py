@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
-POLICY, SAMPLER = "policy", "sampler"  # names of model and student in the module; the student's folder has its name
+# Names of model and student in `FewStepPolicy.module`; SAMPLER is also the folder in which the student is saved
+POLICY, SAMPLER = "policy", "sampler"
 
 
 class FewStepSampler(Section):
@@ -46,7 +47,7 @@ class FewStepModel(DiffusionModel):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         diffusion = super().capabilities(config)
-        unsupported = {"views", "steering", Taught}  # they would have to change the student, too
+        unsupported = {"views", "steering", Taught}  # they would have to change the student too
         return Capabilities(f"model.type={self.type}", (diffusion.offers - unsupported) | {"distillation"})
 
     def check(self, config: JobConfig) -> None:
@@ -63,8 +64,8 @@ class FewStepModel(DiffusionModel):
             )
         if denoising.steps % self.sampler.steps:
             raise ValueError(
-                f"model.sampler.steps={self.sampler.steps} must divide denoising.steps={denoising.steps}: each of its "
-                "steps learns from equally many of these"
+                f"model.sampler.steps={self.sampler.steps} must divide denoising.steps={denoising.steps}: each "
+                "step of the student replaces the same number of steps of the model"
             )
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:

@@ -112,8 +112,8 @@ class EditedShapes:
     """`size` instructions, each with a source image; item i depends on (split, seed, i) and `wrong_share` only.
 
     Metadata: `source` and `expected`, the images before and after the edit, [3, SIZE, SIZE] float32, 0 to 1; `region`,
-    where these differ, [SIZE, SIZE] bool; `kind`, remove or recolour; and `target`, the image for supervised training,
-    which in the share `wrong_share` is another edit of the same source.
+    the pixels where these differ, [SIZE, SIZE] bool; `kind`, remove or recolour; and `target`, the image for supervised
+    training, which in the share `wrong_share` is another edit of the same source.
     """
 
     def __init__(self, split: Split, *, size: int, seed: int, wrong_share: float = 0.0) -> None:
@@ -148,7 +148,7 @@ class EditedShapes:
         return Prompt(id=prompt_id, text=str(edit), images=(Image.fromarray(pixels),), metadata=metadata)
 
 
-_PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLORS.values()])
+_PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLORS.values()])  # black, then the colors of objects
 
 
 def read_cells(images: Tensor) -> Tensor:
@@ -158,22 +158,24 @@ def read_cells(images: Tensor) -> Tensor:
 
 
 def cell_accuracies(images: Tensor, sources: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the shares of right cells, [image] each: among the cells that should change, and among the others.
+    """Returns the shares of correct cells, [image] each: among the cells that should change, and among those that
+    should not.
 
-    images, sources, expected: [image, 3, SIZE, SIZE], 0 to 1; a cell is right if it has the color of `expected`.
+    images, sources, expected: [image, 3, SIZE, SIZE], 0 to 1; a cell is correct if it has the color of `expected`.
     """
     cells, source_cells, expected_cells = read_cells(images), read_cells(sources), read_cells(expected)
-    right = (cells == expected_cells).float().flatten(1)
+    correct = (cells == expected_cells).float().flatten(1)
     changes = (source_cells != expected_cells).float().flatten(1)
     stays = 1 - changes
-    changed_share = (right * changes).sum(1) / changes.sum(1).clamp(min=1)
-    return changed_share, (right * stays).sum(1) / stays.sum(1).clamp(min=1)
+    changed_share = (correct * changes).sum(1) / changes.sum(1).clamp(min=1)
+    return changed_share, (correct * stays).sum(1) / stays.sum(1).clamp(min=1)
 
 
 class EditChecked:
     """Reward: 1 if all cells of the image have the colors of the expected image, else 0.
 
-    With `part` it is a share of right cells: "changed" among the cells that should change, "kept" among the others.
+    With `part` it is a share of correct cells: "changed" among the cells that should change, "kept" among those that
+    should not.
     None for an image that holds NaN or inf. Raises UserError for images of another size, and for prompts without
     metadata["expected"].
     """
@@ -196,7 +198,7 @@ class EditChecked:
         return ((changed == 1) & (unchanged == 1)).float().tolist()
 
 
-def untouched_moved(samples: Sequence[Sample]) -> Tensor:
+def unintended_changes(samples: Sequence[Sample]) -> Tensor:
     """Guard against hacked rewards: returns the share of changed pixels among those that should not change,
     [sample]."""
     images = stack_images(samples).float().clamp(0, 1)

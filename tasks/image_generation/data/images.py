@@ -15,8 +15,8 @@ from mmrl.rollouts import Sample
 def stack_images(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
     """Stacks the images of samples: [sample, channel, height, width] float32, 0 to 1 in gamut, not clamped.
 
-    size: the expected shape of an image; None: that of the first. Raises UserError for a sample without an image, or
-    with one of another shape.
+    size: the expected shape of an image; None: that of the first image. Raises UserError for a sample without an image,
+    or with one of another shape.
     """
     images = [image_of(sample).float() for sample in samples]
     size = size or tuple(images[0].shape)

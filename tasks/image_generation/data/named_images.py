@@ -33,12 +33,13 @@ PHRASINGS = {
     "train": ("an image of {}", "draw {}", "this is {}", "{} on plain paper", "paint me {}", "a small icon of {}"),
     "heldout": ("an image that shows {}", "please sketch {}", "I want to see {}", "a little drawing of {}"),
 }
-PLURAL = ("glasses",)
+PLURAL = ("glasses",)  # names without an article
 SPLITS = ("train", "heldout")
 Split = Literal["train", "heldout"]
 BACKGROUND = (0.65, 1.0)  # minimum and maximum of each channel of the background
 Judge = Literal["reward", "second"]
-JUDGES: dict[str, icons.Style] = {"reward": "fluent", "second": "noto"}  # the style that each is trained on
+# The style of the images that each classifier is trained on
+JUDGES: dict[str, icons.Style] = {"reward": "fluent", "second": "noto"}
 GENERATOR_STYLE: icons.Style = "noto"  # the style of the generator's training images
 
 
@@ -59,6 +60,7 @@ def things(style: icons.Style, side: int) -> Tensor:
 
 
 def _resize(plane: np.ndarray, side: int) -> Tensor:
+    """Resizes a plane [height, width] float32 to [side, side] by averaging."""
     return torch.from_numpy(np.array(Image.fromarray(plane).resize((side, side), Image.Resampling.BOX)))
 
 
@@ -67,8 +69,8 @@ def draw(name: int, rng: np.random.Generator) -> Tensor:
     thing = things(GENERATOR_STYLE, THING_SIZE)[name]  # premultiplied RGB and opacity
     if rng.random() < 0.5:
         thing = thing.flip(-1)
-    top, left = rng.integers(SIZE - THING_SIZE + 1, size=2).tolist()
     margin = SIZE - THING_SIZE
+    top, left = rng.integers(margin + 1, size=2).tolist()
     placed = F.pad(thing, (left, margin - left, top, margin - top))
     background = torch.from_numpy(rng.uniform(*BACKGROUND, size=(3, 1, 1)).astype(np.float32))
     return placed[:3] + background * (1 - placed[3:])
@@ -93,15 +95,16 @@ class NamedSource:
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         name = index % len(NAMES)
         text = str(rng.choice(texts(self.split, NAMES[name])))
-        other = (name + int(rng.integers(1, len(NAMES)))) % len(NAMES)
-        target = other if rng.random() < self.wrong_share else name
+        wrong_name = (name + int(rng.integers(1, len(NAMES)))) % len(NAMES)
+        target = wrong_name if rng.random() < self.wrong_share else name
         metadata: dict[str, Any] = {"name": NAMES[name], "target": draw(target, rng)}
         return Prompt(id=f"named-{self.split}-{self.seed}-{index}", text=text, answer=name, metadata=metadata)
 
 
 # --- the classifiers ---
 
-_STEPS, _BATCH = 300, 96
+_STEPS, _BATCH = 300, 96  # training steps, and images of a batch
+# Ranges of the augmentation: size, rotation in radians, and shift in half sides of the image
 _AFFINE = {"scale": (0.7, 1.05), "turn": (-0.2, 0.2), "shift": (-0.15, 0.15)}
 
 
@@ -113,7 +116,7 @@ def classifier(judge: Judge) -> nn.Module:
     augmented images, since generated images are never clean. The first call in a process trains it.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(list(JUDGES).index(judge))
+        torch.manual_seed(list(JUDGES).index(judge))  # the classifiers have different seeds
         network = _convolutions(32 if judge == "reward" else 24)
         optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3, weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, _STEPS)
@@ -129,6 +132,9 @@ def classifier(judge: Judge) -> nn.Module:
 
 
 def _convolutions(width: int) -> nn.Module:
+    """Builds a convolutional network from images [image, 3, SIZE, SIZE] to logits [image, name]. width: channels of the
+    first layer."""
+
     def block(in_channels: int, out_channels: int) -> list[nn.Module]:
         return [nn.Conv2d(in_channels, out_channels, 3, padding=1), nn.BatchNorm2d(out_channels), nn.ReLU()]
 
@@ -163,7 +169,7 @@ def augment(premultiplied: Tensor) -> Tensor:
 
 
 def real_images(num_images: int) -> list[Sample]:
-    """Returns the first `num_images` held-out prompts, each with a real image of what it asks for."""
+    """Returns the first `num_images` held-out prompts, each with a real image of the thing that it asks for."""
     source = NamedSource("heldout", size=num_images, seed=0)
     prompts = [source[index] for index in range(num_images)]
     return [Sample(prompt, image=prompt.metadata["target"]) for prompt in prompts]

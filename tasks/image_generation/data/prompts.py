@@ -64,8 +64,8 @@ def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Pr
 
 
 def warn_of_overlap(train: list[Prompt], evaluation: list[Prompt], image_field: str | None = None) -> None:
-    """Logs a warning if training prompts are held out too. image_field: the column of the image to edit; prompts with
-    the same text but other images are not the same."""
+    """Logs a warning if held-out prompts are among the training prompts. image_field: the column of the image to edit;
+    prompts with the same text but different images are not the same."""
 
     def content(prompt: Prompt) -> tuple[str, str]:
         return prompt.text, "" if image_field is None else str(prompt.metadata[image_field])
@@ -94,6 +94,7 @@ def _check_geneval(row: Mapping[str, Any], prompt: str) -> None:
         if "color" in item:
             text_of(item, "color", parent)
         if "position" in item:
+            # Padded with None, so that a list that is too short is refused below
             relation, other = (*value_of(item, "position", list, "a list", parent), None, None)[:2]
             if not isinstance(relation, str) or other not in range(len(include)) or other == index:
                 raise RowError(

@@ -101,7 +101,7 @@ def scenes(split: Split, kind: str, colours: Sequence[str], max_count: int = len
 
     kind: "count" (one phrase) or "relation" (two). A scene is held out if the indices of its parts sum to 3 modulo 4.
     That is a quarter of all scenes; each count, color, shape and relation is in many training scenes. Split "all" is
-    both, for supervised training of a model that has seen all scenes.
+    both, for supervised training of a base model on all scenes.
     """
     color_names, indexed = list(COLORS), []
     for count, color, (shape_index, shape) in product(range(1, max_count + 1), colours, enumerate(SHAPES)):
@@ -120,9 +120,10 @@ def scenes(split: Split, kind: str, colours: Sequence[str], max_count: int = len
 def related(relation: str, first: np.ndarray, second: np.ndarray, min_distance: float = OBJECT / 2 + 0.5) -> np.ndarray:
     """Returns whether all objects of `first` are in the relation to all objects of `second`, [...] bool.
 
-    first, second: rows and columns of objects of one size, [..., object, 2]. min_distance: in pixels, along the axis of
-    the relation.
+    first, second: rows and columns of the top left corners of objects of one size, [..., object, 2]. min_distance:
+    minimum distance of two corners in pixels, along the axis of the relation.
     """
+    # Axis (0: row, 1: column), and the sign of `second` - `first` along it
     axis, sign = {"left of": (1, 1), "right of": (1, -1), "above": (0, 1), "below": (0, -1)}[relation]
     distances = sign * (second[..., None, :, axis] - first[..., :, None, axis])
     return distances.min((-2, -1)) >= min_distance
@@ -134,7 +135,8 @@ def place_objects(scene: ShapeScene, rng: np.random.Generator, layout: Layout = 
     layout: "grid" uses a grid of 3 x 3 positions only, "row" also puts the objects of a phrase in one row of it. The
     fewer positions there are, the sooner a small model learns to count.
     """
-    to_place = [phrase for phrase in reversed(scene.phrases) for _ in range(phrase.count)]  # the one of `second` first
+    # The object of `second` is placed first
+    to_place = [phrase for phrase in reversed(scene.phrases) for _ in range(phrase.count)]
     while True:
         corners = np.ones(SIZE - OBJECT + 1, dtype=bool)
         if layout != "free":
@@ -241,7 +243,8 @@ class ShapesSource:
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
-        kind, pool = index % len(self.kinds), self._pools[index % len(self.kinds)]
+        kind_index = index % len(self.kinds)
+        pool = self._pools[kind_index]
         scene = pool[rng.integers(len(pool))]
         is_wrong = rng.random() < self.wrong_share
         drawn_scene = with_wrong_part(scene, rng, self.colours, self.max_count) if is_wrong else scene
@@ -249,5 +252,5 @@ class ShapesSource:
         return Prompt(
             id=f"shapes-{self.split}-{self.seed}-{index}",
             text=str(scene),
-            metadata={"kind": self.kinds[kind], "scene": scene, "target": target},
+            metadata={"kind": self.kinds[kind_index], "scene": scene, "target": target},
         )

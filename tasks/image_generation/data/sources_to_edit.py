@@ -12,12 +12,12 @@ from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.data.image_files import ImageFiles
 
-MASK = "mask"  # the column of an image of the region that may change, for the reward `source_similarity`
+MASK = "mask"  # the column of an image that marks the region that may change, for the reward `source_similarity`
 
 
 @dataclass(frozen=True)
 class ImagesToEdit:
-    """Reads the images to edit of a row, and its mask. The column `field` holds a path below `root`,
+    """Reads the images to edit that a row refers to, and its mask. The column `field` holds a path below `root`,
     data:image/png;base64,..., or a list of these."""
 
     root: Path
@@ -25,6 +25,7 @@ class ImagesToEdit:
 
     @property
     def files(self) -> ImageFiles:
+        """The reader of image files below `root`."""
         return ImageFiles(self.root)
 
     def check(self, row: Mapping[str, Any]) -> None:
@@ -57,6 +58,7 @@ class ImagesToEdit:
 
 
 def _mask(row: Mapping[str, Any]) -> list[Any]:
+    """Returns the path or data URL of a row's mask, in a list; empty if it has none."""
     return [] if row.get(MASK) is None else [row[MASK]]
 
 

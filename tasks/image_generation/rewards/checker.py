@@ -31,9 +31,10 @@ from mmrl.tasks.image_generation.data.shapes import (
 MIN_PIXELS = 4  # a smaller connected component of one color is noise, not an object
 MIN_IOU = 0.7  # a component has a shape if its intersection over union with the shape's template is at least this
 _MARGIN = 1  # maximum shift in pixels between the template and the top left corner of a component
-_FRAME = OBJECT + 2 * _MARGIN
+_FRAME = OBJECT + 2 * _MARGIN  # side in pixels of the frame in which a template is shifted
 _SHIFTS = list(product(range(2 * _MARGIN + 1), repeat=2))
-_PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLORS.values()])
+_PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLORS.values()])  # black, then the colors of objects
+# Connectivity of pixels, [plane, row, column]: neighbors in a row or column of the same plane
 _IN_PLANE = np.stack([np.zeros((3, 3)), ndimage.generate_binary_structure(2, 1), np.zeros((3, 3))])
 
 
@@ -51,13 +52,14 @@ _TEMPLATES = _templates()
 def find_shapes(images: Tensor) -> list[list[PlacedShape]]:
     """Returns the objects of each image. images: [image, 3, SIZE, SIZE], clamped to 0..1.
 
-    Each pixel is assigned to the nearest color of the palette. An object is a connected component of one color (not
-    diagonally) of at least MIN_PIXELS pixels. Its shape is the one whose template matches best; None below MIN_IOU.
+    Each pixel is assigned to the nearest color of the palette. An object is a connected component of one color, of
+    at least MIN_PIXELS pixels, without diagonal connections. Its shape is the one whose template matches best; None
+    below MIN_IOU.
     """
     pixels = images.detach().float().cpu().clamp(0, 1).permute(0, 2, 3, 1)
     nearest = (pixels[..., None, :] - _PALETTE).square().sum(-1).argmin(-1).numpy()  # [image, row, column]
     planes = (nearest[:, None] == np.arange(1, len(_PALETTE))[:, None, None]).reshape(-1, SIZE, SIZE)
-    labels, _ = ndimage.label(planes, _IN_PLANE)
+    labels, _ = ndimage.label(planes, _IN_PLANE)  # planes: one per image and color
     objects: list[list[PlacedShape]] = [[] for _ in images]
     for label, (plane, rows, columns) in enumerate(ndimage.find_objects(labels), start=1):
         mask = labels[plane.start, rows, columns] == label
@@ -124,6 +126,8 @@ def part_scores(scene: ShapeScene, objects: Sequence[PlacedShape]) -> dict[str, 
 
 
 def _related(relation: str, *groups: list[PlacedShape]) -> bool:
+    """Returns whether all objects of the first group are in the relation to all objects of the second; see
+    `shapes.related`."""
     first, second = (np.array([(item.top, item.left) for item in group]) for group in groups)
     return bool(related(relation, first, second))
 

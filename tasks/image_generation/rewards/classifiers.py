@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmrl.runtime.files import user_cache
 
 SIZE = 8  # pixels along a side of an image
-STEPS = 400
+STEPS = 400  # training steps
 log = logging.getLogger(__name__)
 
 
@@ -58,10 +58,13 @@ def _train(network: nn.Module, images: Tensor, labels: Tensor, learning_rate: fl
 
 
 def _perceptron() -> nn.Module:
+    """Builds a perceptron from images [image, 1, SIZE, SIZE] to logits [image, 10]."""
     return nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
 def _convolutions() -> nn.Module:
+    """Builds a convolutional network from images [image, 1, SIZE, SIZE] to logits [image, 10]."""
+
     def block(in_channels: int, out_channels: int) -> list[nn.Module]:
         return [nn.Conv2d(in_channels, out_channels, 3, padding=1), nn.ReLU()]
 
@@ -83,7 +86,7 @@ def _digest(images: Tensor, labels: Tensor, convolutions: bool) -> str:
 
 
 def _load_cached(network: nn.Module, file: Path) -> bool:
-    """Loads cached weights into the network. Returns whether there were any."""
+    """Loads cached weights into the network. Returns False if there are none that can be read."""
     if not file.is_file():
         return False
     try:

@@ -23,7 +23,7 @@ def folder() -> Path:
 
 
 def sentence_encoder() -> tuple[PreTrainedTokenizerFast, BertModel]:
-    """Returns the tokenizer and the encoder. Raises UserError as `folder`."""
+    """Returns the tokenizer and the encoder. Raises UserError as `folder` does."""
     encoder: BertModel = AutoModel.from_pretrained(folder())
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder())  # type: ignore[assignment]
     return tokenizer, encoder.eval()

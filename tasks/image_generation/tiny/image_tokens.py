@@ -18,7 +18,7 @@ from mmrl.policies import codebook
 from mmrl.policies.diffusion import tiny
 from mmrl.tasks.image_generation.data import digits
 
-CODEBOOK_SIZE, PATCH = 128, 2
+CODEBOOK_SIZE, PATCH = 128, 2  # number of image tokens; side of a patch in pixels
 MASK = "<mask>"
 
 
@@ -30,7 +30,8 @@ def digit_codebook(first: int) -> codebook.Codebook:
 
 
 def build_autoregressive(folder: str, seed: int) -> None:
-    """Writes a Llama of 0.3M parameters."""
+    """Writes a randomly initialised Llama of 0.3M parameters, its tokenizer and a codebook of digits to a folder. seed:
+    of the weights."""
     tokenizer = tiny.word_tokenizer(digits.words(), max_length=12)
     image_codebook = digit_codebook(len(tokenizer))
     with torch.random.fork_rng(devices=[]):
@@ -53,7 +54,8 @@ def build_autoregressive(folder: str, seed: int) -> None:
 
 
 def build_masked(folder: str, seed: int) -> None:
-    """Writes a BERT of 0.3M parameters."""
+    """Writes a randomly initialised BERT of 0.3M parameters, its tokenizer and a codebook of digits to a folder. seed:
+    of the weights."""
     tokenizer = tiny.word_tokenizer(digits.words(), max_length=12)
     tokenizer.add_special_tokens({"mask_token": MASK})
     image_codebook = digit_codebook(len(tokenizer))
@@ -79,7 +81,8 @@ def build_masked(folder: str, seed: int) -> None:
 
 
 def build_janus(folder: str, seed: int) -> None:
-    """Writes a randomly initialised Janus of transformers, which generates images of 3 x 8 x 8 as four tokens."""
+    """Writes a randomly initialised Janus of transformers, which generates images of 3 x 8 x 8 as four tokens. seed:
+    of the weights."""
     word_tokenizer = tiny.word_tokenizer(digits.words(), max_length=16)
     tokenizer: Any = type(word_tokenizer)(
         tokenizer_object=word_tokenizer._tokenizer,

@@ -23,7 +23,7 @@ from mmrl.tasks.image_generation.rewards import minilm
 
 
 def build_digits(folder: str, seed: int) -> None:
-    """Writes a Stable Diffusion 3 of 0.29M parameters for images of 1 x 8 x 8, which are four patches."""
+    """Writes a tiny StableDiffusion3Pipeline of 0.29M parameters for images of 1 x 8 x 8, which are four patches."""
     stable_diffusion_3(folder, seed, words=digits.words(), channels=1, size=digits.SIZE, patch=4, width=64, depth=2)
 
 
@@ -32,9 +32,9 @@ def stable_diffusion_3(
 ) -> None:
     """Writes a StableDiffusion3Pipeline without a third text encoder, whose latents are the pixels.
 
-    words: the vocabulary of the text encoders; patch: pixels along a side of a patch; width: that of the transformer;
-    depth: its number of layers. Use it with model.text_tokens=1: diffusers appends so many zero tokens in place of the
-    third encoder's.
+    words: the vocabulary of the text encoders; patch: pixels along a side of a patch; width: of the transformer; depth:
+    its number of layers. Use it with model.text_tokens=1: diffusers appends that many zero tokens in place of the
+    tokens of the third encoder.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -69,8 +69,8 @@ def stable_diffusion_3(
 
 
 def build_edits(folder: str, seed: int) -> None:
-    """Writes a FLUX.1-Kontext for images of 3 x 16 x 16, whose latents are 3 x 8 x 8: 16 tokens of the generated image,
-    and 16 of the source image."""
+    """Writes a tiny FluxKontextPipeline for images of 3 x 16 x 16, whose latents are 3 x 8 x 8: 16 tokens of the
+    generated image, and 16 of the source image."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = tiny.word_tokenizer(edits.words(), max_length=8)
@@ -100,8 +100,8 @@ def build_edits(folder: str, seed: int) -> None:
 
 
 def build_named(folder: str, seed: int) -> None:
-    """Writes an AuraFlow pipeline for images of 3 x 16 x 16, with the pretrained text encoder MiniLM. Its transformer
-    is replaced by a perceptron of 1.5M parameters, which learns such images several times faster."""
+    """Writes a tiny AuraFlowPipeline for images of 3 x 16 x 16, with the pretrained text encoder MiniLM. Its
+    transformer is replaced by a perceptron of 1.5M parameters, which learns such images several times faster."""
     tokenizer, encoder = minilm.sentence_encoder()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -95,7 +95,7 @@ def drawn(name, family, prompt, noise, guide):
     keys = {"steps": STEPS, "evaluation_steps": STEPS, "resolution": side, "frames": frames}
     keys |= {"embedded_guidance": EMBEDDED, "guidance": SCALE if guide else 1.0}
     policy = DiffusionPolicy(family, Denoising(likelihood=ImageMatching(), **keys))
-    policy.denoiser.start = lambda seeds, shape=None: noise
+    policy.denoiser.initial_noise = lambda seeds, shape=None: noise
     (sample,) = policy.rollout([prompt], 1, [1]).samples
     return (sample.frames if name in CLIPS else sample.image)[None]
 

@@ -89,5 +89,5 @@ def test_what_is_refused(folders):
 
 def test_its_memory_is_estimated(folders):
     known, own = folders
-    name, networks, encoders = parts(str(own), named=f"{HERE}:OwnFamily")
+    name, networks, encoders = parts(str(own), own_class=f"{HERE}:OwnFamily")
     assert name == "OwnPipeline" and (networks, encoders) == parts(str(known))[1:]

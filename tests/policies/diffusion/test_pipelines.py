@@ -59,7 +59,7 @@ def settings(guide, **more):
 def drawn(family, guide):
     """A rollout of the shipped policy for each text, begun at `noise()`."""
     policy = DiffusionPolicy(family, settings(guide))
-    policy.denoiser.start = lambda seeds, shape=None: noise()
+    policy.denoiser.initial_noise = lambda seeds, shape=None: noise()
     return policy.rollout([Prompt(text, text) for text in TEXTS], 1, [1, 2])
 
 

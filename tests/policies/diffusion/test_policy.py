@@ -669,7 +669,7 @@ class TestBadInput:
             (
                 "mlp",
                 {"likelihood": "tests.policies.diffusion.test_policy:Unheard"},
-                "Unheard is a subclass of none of ImageChain, ImageMatching, ImageContrast",
+                "Unheard is not a subclass of ImageChain, ImageMatching, ImageContrast",
             ),
         ],
     )

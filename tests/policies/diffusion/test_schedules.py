@@ -157,7 +157,7 @@ def test_sides_beyond_the_position_table(name, largest, shared_family):
 
 def test_guidance_that_a_model_holds(shared_family):
     assert "denoising.embedded_guidance" in shared_family("flux").notes.distilled_guidance
-    assert "its own scale: none" in shared_family("flux_schnell").notes.distilled_guidance
+    assert "its guidance scale: none" in shared_family("flux_schnell").notes.distilled_guidance
     assert all(shared_family(name).notes.distilled_guidance is None for name in ("sd3", "qwen_image", "sd15", "sdxl"))
     (line,) = shared_family("sd3").notes.differences
     assert "shift=3 once" in line and shared_family("flux").notes.differences == ()

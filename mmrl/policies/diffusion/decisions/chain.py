@@ -41,7 +41,7 @@ class ChainDecisions:
         return len(self._window(0, 0))
 
     def _check(self) -> None:
-        """Raises UserError as `__init__` says."""
+        """Raises UserError for the mistakes that `__init__` lists."""
         likelihood, space = self.likelihood, self.denoiser.family.space
         transition = likelihood.transition
         if transition.space != space:
@@ -62,14 +62,15 @@ class ChainDecisions:
             raise UserError(_wrong_length("branching", likelihood.branching, len(likelihood.branching), width))
 
     def _window(self, step: int, seed: int) -> list[int]:
-        """Returns the denoising steps of the window at training step `step`, for the group with this first seed."""
+        """Returns the denoising steps of the window of a group. step: the training step; seed: the group's first
+        seed."""
         return window_steps(self.likelihood.window, self.denoiser.sampler.std, step, seed)
 
     # --- chains ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
-        """Samples `group_size` rollouts per prompt. seeds: one per rollout. step: the training step; with the first
-        seed of a group it decides the window of the group."""
+        """Samples `group_size` rollouts per prompt. seeds: one per rollout. step: the training step; the window of
+        a group depends on it and on the group's first seed."""
         denoiser, likelihood = self.denoiser, self.likelihood
         group_windows = [self._window(step, seed) for seed in seeds[::group_size]]
         windows = [window for window in group_windows for _ in range(group_size)]
@@ -114,14 +115,14 @@ class ChainDecisions:
             return denoiser.denoise(x, [inputs[g] for g in group], steps, row_seeds, start=start, stop=stop)
 
         return trees.grow(
-            segment, denoiser.start(group_seeds), group_seeds, windows, branching, len(denoiser.sampler.grid)
+            segment, denoiser.initial_noise(group_seeds), group_seeds, windows, branching, len(denoiser.sampler.grid)
         )
 
     def _sample_candidates(
         self, inputs: list[ConditionInputs], group_size: int, seeds: Sequence[int], windows: list[list[int]]
     ) -> Chain:
-        """Samples groups whose rollouts share the state before each step; see `candidates.grow`. Arguments: as
-        `_sample_trees`."""
+        """Samples groups whose rollouts share the state before each step; see `candidates.grow`. Arguments:
+        see `_sample_trees`."""
         denoiser = self.denoiser
 
         def segment(
@@ -129,7 +130,7 @@ class ChainDecisions:
         ) -> Chain:
             return denoiser.denoise(x, [inputs[g] for g in group], steps, row_seeds, start=start, stop=stop)
 
-        noise, last = denoiser.start(seeds[::group_size]), len(denoiser.sampler.grid)
+        noise, last = denoiser.initial_noise(seeds[::group_size]), len(denoiser.sampler.grid)
         return candidates.grow(segment, noise, seeds, windows, group_size, last, self.likelihood.trunk)
 
     # --- likelihoods ---
@@ -230,7 +231,7 @@ def pooled(x: Tensor, sigmas: Tensor) -> Tensor:
     """Pools and flattens latents x [rollout, decision, ...] and appends their noise levels `sigmas` [rollout,
     decision]. Returns [rollout, decision, feature]."""
     flat = x.flatten(0, 1)
-    images = flat.flatten(0, -4) if flat.dim() > 4 else flat  # frames of a video as further images
+    images = flat.flatten(0, -4) if flat.dim() > 4 else flat  # a video is pooled frame by frame
     if images.dim() == 4 and max(images.shape[-2:]) > POOLED:
         images = torch.nn.functional.adaptive_avg_pool2d(images, POOLED)
     return torch.cat([images.reshape(*sigmas.shape, -1), sigmas[..., None].to(x)], -1)

@@ -30,7 +30,7 @@ class Denoiser:
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The sampler of rollouts. A policy that learns from demonstrations has only that of evaluation."""
+        """The sampler of rollouts; of evaluation, for a policy that learns from demonstrations."""
         settings = self.denoising
         steps = settings.steps if isinstance(settings, Denoising) else settings.evaluation_steps
         return self.build_sampler(steps, self.shape)
@@ -48,8 +48,9 @@ class Denoiser:
         """The device of the network."""
         return self.network.device
 
-    def start(self, seeds: Sequence[int], shape: Shape | None = None) -> Tensor:
-        """Returns pure noise, [row, ...], that of each row from its seed. shape: None for that of rollouts."""
+    def initial_noise(self, seeds: Sequence[int], shape: Shape | None = None) -> Tensor:
+        """Returns pure noise, [row, ...]; each row depends only on its seed. shape: of one row's latents; None: that of
+        rollouts."""
         return gaussian_noise([int(seed) for seed in seeds], INITIAL, shape or self.shape).to(self.device)
 
     def sample(
@@ -64,11 +65,11 @@ class Denoiser:
         """Runs full chains from pure noise.
 
         inputs, seeds: one per row. windows: the stochastic steps of each row; the others are deterministic. guidance:
-        scale. shape: that of the latents; None for that of rollouts.
+        scale. shape: of one row's latents; None: that of rollouts.
         """
         noise, keep = noise_function(seeds, shape or self.shape), self.keep_predictions
         predict = self.network.predictor(sampler, inputs, guidance)
-        return run(predict, self.start(seeds, shape), sampler, windows, noise, keep_predictions=keep)
+        return run(predict, self.initial_noise(seeds, shape), sampler, windows, noise, keep_predictions=keep)
 
     def denoise(
         self,
@@ -90,8 +91,8 @@ class Denoiser:
         return self.family.decode(latents).float().cpu()
 
     def in_parts(self, compute: Callable[[slice], Tensor], rows: int) -> Tensor:
-        """Computes `compute(slice of rows)` for `steps_at_once` rows at a time, and concatenates the results. The parts
-        are the same with and without a gradient, so that the first ratio is exactly 1."""
+        """Calls `compute(slice of rows)` for `steps_at_once` of the `rows` rows at a time, and concatenates the
+        results. The parts are the same with and without a gradient, so that the first ratio is exactly 1."""
         size = self.steps_at_once or rows
         return torch.cat(
             map_with_checkpointing(compute, [slice(first, first + size) for first in range(0, rows, size)])
@@ -111,8 +112,8 @@ class Denoiser:
     ) -> Rollouts:
         """Builds rollouts from finished chains.
 
-        prompts, condition_inputs, windows: one per row. seeds: those of the noises with which latents are scored, one
-        per row. decisions: those of a rollout. decode: add images to the samples.
+        prompts, condition_inputs, windows: one per row. seeds: of the noises with which latents are scored, one per
+        row. decisions: their number in a rollout. decode: add images to the samples.
         """
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
         predictions = [None] * len(condition_inputs) if chain.v is None else list(chain.v.cpu())

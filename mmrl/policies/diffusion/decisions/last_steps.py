@@ -39,7 +39,7 @@ class LastStepDecisions:
         denoiser = self.denoiser
         no_steps: list[list[int]] = [[]] * len(inputs)
         split = [len(denoiser.sampler.grid) - self.steps] * len(inputs)
-        x = denoiser.denoise(denoiser.start(seeds), inputs, no_steps, seeds, stop=split).final
+        x = denoiser.denoise(denoiser.initial_noise(seeds), inputs, no_steps, seeds, stop=split).final
         final = denoiser.denoise(x, inputs, no_steps, seeds, start=split).final
         return Chain(final, x[:, None], final[:, None])
 
@@ -53,12 +53,12 @@ class LastStepDecisions:
         denoiser, sampler = self.denoiser, self.denoiser.sampler
         x = torch.stack([record.x[0] for record in records]).to(denoiser.device)
         inputs, last = [record.condition_inputs for record in records], len(sampler.grid)
-        deterministic = torch.zeros(len(records), dtype=torch.bool)
+        stochastic = torch.zeros(len(records), dtype=torch.bool)  # no step is
         for point in range(last - self.steps, last):
-            at = torch.full((len(records),), point)
-            sigma, time = sampler.grid.sigmas[at], sampler.grid.times[at]
+            row_points = torch.full((len(records),), point)
+            sigma, time = sampler.grid.sigmas[row_points], sampler.grid.times[row_points]
             v = denoiser.network.predict(model, x, sigma, time, inputs, denoiser.denoising.guidance).float()
-            step = sampler.coefficients_between(at, at + 1, deterministic)
+            step = sampler.coefficients_between(row_points, row_points + 1, stochastic)
             a_x, a_v = (part.to(x).view(-1, *[1] * (x.dim() - 1)) for part in (step.a_x, step.a_v))
             x = a_x * x + a_v * v
         images = denoiser.family.decode_with_gradient(x).float()

@@ -24,7 +24,7 @@ class LevelDecisions:
     """Samples images by deterministic chains, and scores them by the network's errors at random noise levels."""
 
     def __init__(self, denoiser: Denoiser, likelihood: ImageMatching | ImageContrast) -> None:
-        """likelihood: its `draws` are the decisions of a rollout."""
+        """likelihood: its `draws` is the number of decisions of a rollout."""
         self.denoiser, self.likelihood, self.count = denoiser, likelihood, likelihood.draws
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
@@ -38,10 +38,10 @@ class LevelDecisions:
         return self._rollouts(row_prompts, inputs, group_size, seeds, chain)
 
     def demonstrate(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], prompt_dropout: float, dropped: str
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], prompt_dropout: float, negative_prompt: str
     ) -> Rollouts:
         """Builds rollouts of given images; see `DiffusionPolicy.demonstrate`. prompt_dropout: the probability that the
-        text of a prompt is replaced by `dropped`."""
+        text of a prompt is replaced by `negative_prompt`."""
         missing = next((p.id for p in prompts if "target" not in p.metadata), None)
         if missing is not None:
             raise UserError(
@@ -54,8 +54,11 @@ class LevelDecisions:
         inputs = [ConditionInputs.from_prompt(p) for p in prompts]
         rollouts = self._rollouts(prompts, inputs, 1, seeds, Chain(data, empty, empty), decode=False)
         for i, record in enumerate(rollouts.inputs):
-            if score.stratified(record.seed, 1)[0] < prompt_dropout:
-                rollouts.inputs[i] = replace(record, condition_inputs=record.condition_inputs.with_text(dropped))
+            uniform = score.stratified(record.seed, 1)[0]
+            if uniform < prompt_dropout:
+                rollouts.inputs[i] = replace(
+                    record, condition_inputs=record.condition_inputs.with_text(negative_prompt)
+                )
         return rollouts
 
     def _rollouts(
@@ -134,12 +137,13 @@ class LevelDecisions:
         """
         s, family = sigma.float(), self.denoiser.family
         if likelihood.weight == "elbo":
-            e = 1e-3
-            slope = (family.levels(uniform + e)[0] - family.levels(uniform - e)[0]) / (2 * e)
+            h = 1e-3
+            slope = (family.levels(uniform + h)[0] - family.levels(uniform - h)[0]) / (2 * h)
             return (1 - s) / s * slope.float()
         return {"one": torch.ones_like(s), "sigma": s, "sigma_squared": s.square()}[likelihood.weight]
 
     def _uniform(self, seed: int) -> Tensor:
         """Returns stratified uniform numbers inside `draw_range`, [noise level], from the seed of a rollout."""
         low, high = self.likelihood.draw_range
-        return low + (high - low) * score.stratified(seed, self.likelihood.draws, 1)
+        numbers = score.stratified(seed, self.likelihood.draws, number=1)  # `demonstrate` uses those of number 0
+        return low + (high - low) * numbers

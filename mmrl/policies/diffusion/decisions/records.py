@@ -39,12 +39,11 @@ def stacked_predictions(records: Sequence[ImageRecord]) -> Tensor | None:
 
 
 def decoded_samples(prompts: Sequence[Prompt], pixels: Tensor | None) -> list[Sample]:
-    """Returns samples with images [n, channel, height, width] or videos [n, frame, channel, height, width]. pixels:
-    None for samples without images."""
+    """Returns one sample per prompt. pixels: images [n, channel, height, width] or videos [n, frame, channel, height,
+    width]; None: the samples have no image."""
     if pixels is None:
         return [Sample(prompt) for prompt in prompts]
-    videos = pixels.dim() == 5
-    if videos:
+    if pixels.dim() == 5:
         return [Sample(prompt, frames=video) for prompt, video in zip(prompts, pixels, strict=True)]
     return [Sample(prompt, image=image) for prompt, image in zip(prompts, pixels, strict=True)]
 

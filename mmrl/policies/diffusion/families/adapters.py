@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.components import BASE_FILE, DiffusersPipeline
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-SINGLE_FILES = (".ckpt", ".gguf")  # never LoRA weights
+SINGLE_FILES = (".ckpt", ".gguf")  # formats of full models, never of LoRA weights
 PEFT_PREFIX = "base_model.model."
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 ENCODER_PREFIXES = ("text_encoder", "lora_te")  # of the names of weights of text encoders
@@ -26,8 +26,8 @@ class Adapter:
 
     path: str  # model.path
     file: Path
-    form: Literal["peft", "diffusers"]
-    base: str
+    form: Literal["peft", "diffusers"]  # format of the file
+    base: str  # folder or hub name of the pipeline
 
     def load(self, pipe: DiffusersPipeline, component: str) -> Any:
         """Loads the LoRA weights as adapter "default" of a component, such as "transformer". Returns the PEFT
@@ -113,13 +113,13 @@ def adapter_at(path: str, base: str | None) -> Adapter | None:
             )
         return None
     file, form = weights
-    named = base or _named_base(file.parent, form)
-    if named is None:
+    pipeline = base or _named_base(file.parent, form)
+    if pipeline is None:
         raise UserError(
             f"model.path={path} has LoRA weights that do not name their base pipeline; set model.base to its folder or "
             "hub name"
         )
-    return Adapter(path, file, form, named)
+    return Adapter(path, file, form, pipeline)
 
 
 def single_file(path: Path) -> UserError:
@@ -130,7 +130,8 @@ def single_file(path: Path) -> UserError:
         )
     folder = path.with_suffix("")
     return UserError(
-        f"model.path={path} is a full model in a single file; convert it to a folder with diffusers, and name that: "
+        f"model.path={path} is a full model in a single file; convert it to a folder with diffusers "
+        "and set model.path to that: "
         f"PIPELINE.from_single_file('{path}').save_pretrained('{folder}'), where PIPELINE is the model's class, such "
         "as StableDiffusion3Pipeline"
     )
@@ -165,7 +166,7 @@ def _weights_at(path: Path) -> tuple[Path, Literal["peft", "diffusers"]] | None:
 
 
 def _named_base(folder: Path, form: str) -> str | None:
-    """Returns the base pipeline that the files of a LoRA name, None if they name none. form: peft or diffusers."""
+    """Returns the base pipeline that the files of a LoRA name; None if they do not name it. form: peft or diffusers."""
     if (folder / BASE_FILE).is_file():
         return str(json.loads((folder / BASE_FILE).read_text())["base"])
     if form != "peft":

@@ -14,7 +14,7 @@ from mmrl.policies.diffusion.families.components import PipelineParts
 class ImageAutoencoder:
     """A VAE of images. It is on the device of the network only while it runs.
 
-    "Latents" are normalised, as the network takes them; z are the latents of the VAE itself.
+    "Latents" are normalised, as the network takes them; "z" are the latents of the VAE, which are not normalised.
     """
 
     def __init__(self, parts: PipelineParts) -> None:
@@ -29,9 +29,9 @@ class ImageAutoencoder:
     def decode(self, latents: Tensor) -> Tensor:
         """Decodes latents to pixels; see `Family.decode`."""
         with self.parts.visiting("vae"):
-            return self.decoded(latents)
+            return self.decode_on_device(latents)
 
-    def decoded(self, latents: Tensor) -> Tensor:
+    def decode_on_device(self, latents: Tensor) -> Tensor:
         """Decodes as `decode` does, with a VAE that is on the device already, and with a gradient."""
         scale, shift = self.latent_scale()
         return self.to_pixels(latents.float().to(self.parts.device) * scale + shift) / 2 + 0.5
@@ -39,7 +39,7 @@ class ImageAutoencoder:
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
         """Decodes as `decode` does, with a gradient to the latents. The VAE stays on the device."""
         self.vae.to(self.parts.device).requires_grad_(False)
-        return self.decoded(latents)
+        return self.decode_on_device(latents)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:

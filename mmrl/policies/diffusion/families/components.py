@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 CACHED_TEXTS = 64  # texts whose embeddings are cached
-BASE_FILE = "mmrl_base.json"  # in a folder with LoRA weights, names their base pipeline
+BASE_FILE = "mmrl_base.json"  # the file beside LoRA weights that names their base pipeline
 
 
 class DiffusersPipeline(Protocol):
@@ -28,7 +28,7 @@ class PipelineParts:
     run."""
 
     def __init__(self, pipe: DiffusersPipeline, trained: str) -> None:
-        """trained: name of the component that is trained, as "transformer"."""
+        """trained: name of the component that is trained, such as "transformer"."""
         self.pipe, self.trained = pipe, trained
         self.module: Any = pipe.components[trained]
         self._visitors: set[str] = set()  # components that are on the device now
@@ -56,7 +56,7 @@ class PipelineParts:
     def save_adapter(self, folder: Path, state: dict[str, Tensor], base: str) -> None:
         """Saves LoRA weights for `pipe.load_lora_weights(folder)`, and the name of the base pipeline in BASE_FILE.
         state: the state dict of the network."""
-        from peft import get_peft_model_state_dict  # it is loaded already
+        from peft import get_peft_model_state_dict  # takes a second to import
 
         layers = get_peft_model_state_dict(self.module, state_dict=state)
         settings = self.module.peft_config["default"].to_dict()
@@ -67,8 +67,8 @@ class PipelineParts:
         (folder / BASE_FILE).write_text(json.dumps({"base": base}))
 
     def save_whole(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Saves the full pipeline, for `DiffusionPipeline.from_pretrained(folder)`. state: the gathered state dict of
-        the network."""
+        """Saves the full pipeline, which `DiffusionPipeline.from_pretrained(folder)` loads. state: the gathered state
+        dict of the network."""
         with torch.device("meta"):  # `module` itself may hold only a shard
             network = type(self.module).from_config(self.module.config)
         network.load_state_dict(state, assign=True)

@@ -64,7 +64,8 @@ class QwenImageEdit(QwenImage):
         return {"encoder_hidden_states": tokens, "source": source}
 
     def _encoder_image(self, inputs: ConditionInputs) -> Image.Image | list[Image.Image]:
-        """Returns the source at the size for the text encoder, as the pipeline passes it."""
+        """Returns the source as the pipeline passes it to the text encoder: resized, and in a list if it takes
+        several."""
         return self._resized(inputs, 1024**2)
 
     def _resized(self, inputs: ConditionInputs, area: int) -> Image.Image:
@@ -105,7 +106,7 @@ class Flux2Klein(FlowPipeline):
     packed = True
     patch = 1
     autoencoder_kind = PatchedAutoencoder
-    SOURCE = 10  # the first position id of tokens of the source
+    SOURCE_POSITION = 10  # first position id of the source's tokens; that of generated tokens is 0
 
     @property
     def notes(self) -> ModelNotes:
@@ -162,7 +163,7 @@ class Flux2Klein(FlowPipeline):
         zero, tokens = rows.new_zeros(1), texts["encoder_hidden_states"]
         positions = torch.cartesian_prod(zero, rows, columns, zero)
         if "source" in texts:
-            positions = torch.cat([positions, positions + positions.new_tensor([self.SOURCE, 0, 0, 0])])
+            positions = torch.cat([positions, positions + positions.new_tensor([self.SOURCE_POSITION, 0, 0, 0])])
         token_index = torch.arange(tokens.shape[1], device=time.device)
         if self.module.config.guidance_embeds and guidance is None:
             raise UserError(

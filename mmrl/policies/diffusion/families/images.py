@@ -21,6 +21,8 @@ from mmrl.policies.diffusion.family import Condition, ModelNotes
 from mmrl.policies.models import NetworkCall
 from mmrl.runtime.template_limits import render_template
 
+CLIP_TOKENS = 77  # CLIP pads and truncates every text to this length
+
 
 def shifted_once(pipe: DiffusersPipeline) -> ModelNotes:
     """Returns a note for pipelines whose own call applies a fixed shift of the noise levels twice; here it is applied
@@ -50,7 +52,7 @@ class StableDiffusion3(FlowPipeline):
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         config = self.module.config
-        tokens = 77 + (self.text_tokens or 0)
+        tokens = CLIP_TOKENS + (self.text_tokens or 0)
         return {
             "encoder_hidden_states": (tokens, config.joint_attention_dim),
             "pooled_projections": (config.pooled_projection_dim,),
@@ -78,7 +80,7 @@ class Flux(FlowPipeline):
     @property
     def notes(self) -> ModelNotes:
         key = "denoising.embedded_guidance" if self.module.config.guidance_embeds else "none"
-        return ModelNotes(distilled_guidance=f"the network is distilled from a guided one (its own scale: {key})")
+        return ModelNotes(distilled_guidance=f"the network is distilled from a guided one (its guidance scale: {key})")
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         config = self.module.config
@@ -186,6 +188,7 @@ class ZImage(FlowPipeline):
         texts = [condition["text"].to(x.device, dtype) for condition in conditions]
         images = list(rearrange(x.to(dtype), "n c h w -> n c 1 h w"))
         (out,) = model(images, (1000 - time) / 1000, texts, return_dict=False)
+        # The network predicts data - noise, other flows noise - data
         return -rearrange(torch.stack([part.float() for part in out]), "n c 1 h w -> n c h w")
 
     def _inputs(
@@ -228,10 +231,12 @@ class StableDiffusion(NoisePipeline):
     encoders = ("text_encoder",)
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        return {"encoder_hidden_states": (77, self.module.config.cross_attention_dim)}
+        return {"encoder_hidden_states": (CLIP_TOKENS, self.module.config.cross_attention_dim)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
-        tokens, _ = self.pipe.encode_prompt(text, self.device, 1, False)
+        tokens, _ = self.pipe.encode_prompt(
+            text, self.device, num_images_per_prompt=1, do_classifier_free_guidance=False
+        )
         return {"encoder_hidden_states": tokens}
 
     def _inputs(
@@ -247,7 +252,9 @@ class StableDiffusionXL(NoisePipeline):
     schedules = NoiseSchedules(clips=True)
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        return {"encoder_hidden_states": (77, self.module.config.cross_attention_dim), "text_embeds": (1280,)}
+        # 1280: the size of the pooled embedding of SDXL's second text encoder, OpenCLIP bigG
+        width = self.module.config.cross_attention_dim
+        return {"encoder_hidden_states": (CLIP_TOKENS, width), "text_embeds": (1280,)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
         """Returns the embeddings of a text; zeros for an empty text if force_zeros_for_empty_prompt is set in the

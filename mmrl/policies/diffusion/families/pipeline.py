@@ -52,15 +52,15 @@ class Pipeline(ABC):
     space: Space
     trained: ClassVar[str]  # the component that is trained
     encoders: ClassVar[tuple[str, ...]]
-    condition_parts: ClassVar[tuple[str, ...]] = ()  # further components for encoding: the VAE, for images to edit
+    condition_parts: ClassVar[tuple[str, ...]] = ()  # further components that encode conditions: the VAE, for editing
     optional: ClassVar[tuple[str, ...]] = ()  # encoders that a folder may lack
-    patch: ClassVar[int] = 2  # sides of latents are multiples of it
+    patch: ClassVar[int] = 2  # side of the network's patches; sides of latents are multiples of it
     packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] in place of latents
     autoencoder_kind: ClassVar[type[ImageAutoencoder]] = ImageAutoencoder
     # The text encoder with the largest token limit, and its default limit; None: encoders have a fixed limit
     longest: ClassVar[tuple[str, int] | None] = None
     schedules: ClassVar[SupportedSchedules]
-    pipeline_class: ClassVar[type[DiffusionPipeline] | None] = None  # None: that of the folder
+    pipeline_class: ClassVar[type[DiffusionPipeline] | None] = None  # None: the class in model_index.json
     norm_patch: int | None = None
 
     def __init__(
@@ -72,8 +72,8 @@ class Pipeline(ABC):
         text_tokens: int | None = None,
         encoders_stay: bool = False,
     ) -> None:
-        """base: folder or hub name of the pipeline, which is saved beside a LoRA. lora: the network has a LoRA, which
-        alone is trained and saved. text_tokens: token limit of prompts; None: the default. encoders_stay: text encoders
+        """base: folder or hub name of the pipeline; it is saved beside a LoRA. lora: the network has a LoRA, and only
+        that is trained and saved. text_tokens: token limit of prompts; None: the default. encoders_stay: text encoders
         stay on the device. Raises UserError for `text_tokens` if the token limit is fixed.
         """
         self.pipe = pipe
@@ -110,7 +110,7 @@ class Pipeline(ABC):
         channels = self.module.config.in_channels // (self.patch**2 if self.packed else 1)
         side = self.default_side()
         height, width = checked_sides(resolution, (side, side), scale * self.patch)
-        within_table(self.position_table(), (height, width), scale, type(self.pipe).__name__)
+        check_position_table(self.position_table(), (height, width), scale, type(self.pipe).__name__)
         return channels, height // scale, width // scale
 
     def position_table(self) -> int | None:
@@ -236,7 +236,7 @@ class Pipeline(ABC):
         """Encodes the image to edit to latents [1, ...]. Raises UserError unless the prompt has exactly one image, of
         the size that is generated."""
         height, width = self._pixels(shape)
-        size = (width, height)  # as PIL has it
+        size = (width, height)  # the order of PIL
         if len(inputs.images) != 1:
             raise UserError(
                 f"prompt {inputs.text!r} has {len(inputs.images)} images, but editing needs exactly one; name its "
@@ -273,9 +273,9 @@ class FlowPipeline(Pipeline):
     def grid(self, steps: int, shape: Shape) -> Grid:
         """Returns the noise levels of the scheduler for the sigmas 1, 1 - 1/steps, ..., 1/steps.
 
-        The pipelines of FLUX and Qwen-Image use the same. That of Stable Diffusion 3 applies the shift twice, which
-        nearly wastes its last step (from 0.009, with 10 steps and shift 3); here it is applied once. Raises UserError
-        for too few steps.
+        The pipelines of FLUX and Qwen-Image use the same levels. The pipeline of Stable Diffusion 3 applies the shift
+        twice, which nearly wastes its last step (from 0.009, with 10 steps and shift 3); here it is applied once.
+        Raises UserError for too few steps.
         """
         config = self.pipe.scheduler.config
         if steps < 1 or (steps == 1 and config.shift_terminal):
@@ -319,19 +319,20 @@ class NoisePipeline(Pipeline):
 
     def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
-        # Not by from_config: it would take DDIM's defaults for keys that the file leaves to the defaults of its own
-        # class
+        # Not DDIMScheduler.from_config: for keys that the scheduler's file lacks it would take the defaults of DDIM,
+        # not of the scheduler's own class
         config = pipe.scheduler.config
-        to_one = config.get("set_alpha_to_one", True)  # false for Stable Diffusion 1.5; without the key DDIM ends at 0
+        # False for Stable Diffusion 1.5; a scheduler without the key ends at noise level 0
+        set_alpha_to_one = config.get("set_alpha_to_one", True)
         schedule = {key: config[key] for key in (*SCHEDULE, *SPACING)}
-        self._ddim: Any = DDIMScheduler(**schedule, set_alpha_to_one=to_one)
+        self._ddim: Any = DDIMScheduler(**schedule, set_alpha_to_one=set_alpha_to_one)
 
     def grid(self, steps: int, shape: Shape) -> Grid:
         """Returns the noise levels of DDIM with this pipeline's spacing and offset.
 
-        The last level is that of data. With set_alpha_to_one=false in the scheduler it is that of the first training
-        timestep, as in DDPO (arXiv 2305.13301), unless DDIM's last timestep is that one already: its last step would
-        then change nothing.
+        The last level is 0 (data). With set_alpha_to_one=false in the scheduler it is the level of the first training
+        timestep, as in DDPO (arXiv 2305.13301), except if DDIM's last timestep is already the first training timestep:
+        the last step would then change nothing.
         """
         self._ddim.set_timesteps(steps)
         last = float(self._ddim.final_alpha_cumprod) if self._ddim.timesteps[-1] > 0 else 1.0
@@ -347,7 +348,7 @@ def in_rows(
     conditions: Sequence[Condition], batch: Callable[[list[Condition]], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Returns the inputs of the network for one condition per row. batch: stacks conditions; it gets each distinct
-    object once, and rows that share one get the same values."""
+    object once. Rows that share a condition get the same values."""
     indices: dict[int, int] = {}
     distinct: list[Condition] = []
     for condition in conditions:
@@ -374,14 +375,14 @@ def checked_sides(resolution: Resolution, default: tuple[int, int], multiple: in
     return sides
 
 
-def within_table(table: int | None, sides: tuple[int, int], pixels: int, name: str) -> None:
+def check_position_table(max_positions: int | None, sides: tuple[int, int], pixels: int, name: str) -> None:
     """Raises UserError if sides (pixels) are larger than the position embeddings of the network allow.
 
-    table: largest number of positions along a side; None: no limit. pixels: those of a position, along a side. name:
-    class of the pipeline, for the message.
+    max_positions: largest number of positions along a side; None: no limit. pixels: number of pixels of one position,
+    along a side. name: class of the pipeline, for the message.
     """
-    if table is not None and max(sides) > table * pixels:
+    if max_positions is not None and max(sides) > max_positions * pixels:
         raise UserError(
             f"denoising.resolution: resolution {max(sides)} is beyond the position embeddings of {name}, which end at "
-            f"{table * pixels} pixels per side; lower it"
+            f"{max_positions * pixels} pixels per side; lower it"
         )

@@ -60,18 +60,18 @@ class FlowSchedules:
 
     kinds: tuple[str, ...] = FLOW
     dynamic: bool = True  # the pipeline passes a shift that depends on the image size (use_dynamic_shifting)
-    shift_alone: bool = False  # the family uses only the shift, which the solvers in FLOW_SOLVERS have too
+    shift_alone: bool = False  # the family reads only the shift, which the solvers in FLOW_SOLVERS have too
 
     def problem(self, name: str, config: Mapping[str, Any]) -> str | None:
         """Returns why a scheduler is not supported; see `SupportedSchedules`."""
         if name not in self.kinds:
-            return _unlisted(self.kinds)
+            return _unsupported_class(self.kinds)
         if name not in FLOW:
             if "flow_shift" not in config:
-                return f"it has no flow_shift. {_instead(FLOW)}"
-            return _unread(config, _SOLVER | _SHIFT_ALONE)
+                return f"it has no flow_shift. {_supported_classes(FLOW)}"
+            return _unsupported_value(config, _SOLVER | _SHIFT_ALONE)
         more = _SHIFT_ALONE if self.shift_alone else {} if self.dynamic else _FIXED_SHIFT
-        return _unread(config, _FLOW | more)
+        return _unsupported_value(config, _FLOW | more)
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class NoiseSchedules:
         """Returns why a scheduler is not supported; see `SupportedSchedules`."""
         missing = [field for field in (*SCHEDULE, *SPACING) if field not in config]
         if name not in self.kinds:
-            return _unlisted(self.kinds)
+            return _unsupported_class(self.kinds)
         if missing:
-            return f"it has no {' and no '.join(missing)}. {_instead(self.kinds)}"
+            return f"it has no {' and no '.join(missing)}. {_supported_classes(self.kinds)}"
         prediction = config["prediction_type"]
         if config.get("rescale_betas_zero_snr") and prediction == "epsilon":
             return (
@@ -98,10 +98,10 @@ class NoiseSchedules:
             )
         if prediction != "epsilon":
             return f"its network predicts {prediction}, but only networks that predict noise (epsilon) are supported"
-        return _unread(config, _NOISE | ({"clip_sample": _OFF} if self.clips else {}))
+        return _unsupported_value(config, _NOISE | ({"clip_sample": _OFF} if self.clips else {}))
 
 
-def _unread(config: Mapping[str, Any], fields: Fields) -> str | None:
+def _unsupported_value(config: Mapping[str, Any], fields: Fields) -> str | None:
     """Returns a message for the first field with an unsupported value, None if there is none."""
     for field, values in fields.items():
         if field in config and config[field] not in values:
@@ -110,11 +110,11 @@ def _unread(config: Mapping[str, Any], fields: Fields) -> str | None:
     return None
 
 
-def _unlisted(kinds: tuple[str, ...]) -> str:
-    """Returns the message for a scheduler of another class than `kinds`."""
-    return f"it is not supported. {_instead(kinds)}"
+def _unsupported_class(kinds: tuple[str, ...]) -> str:
+    """Returns the message for a scheduler whose class is not one of `kinds`."""
+    return f"it is not supported. {_supported_classes(kinds)}"
 
 
-def _instead(kinds: tuple[str, ...]) -> str:
+def _supported_classes(kinds: tuple[str, ...]) -> str:
     """Returns the part of a message that says which schedulers are supported."""
     return f"Supported are {', '.join(kinds)}: set pipe.scheduler to one of them and save the pipeline again"

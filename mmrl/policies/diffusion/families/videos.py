@@ -25,9 +25,9 @@ from mmrl.policies.diffusion.families.components import DiffusersPipeline
 from mmrl.policies.diffusion.families.pipeline import (
     FlowPipeline,
     PipelineOptions,
+    check_position_table,
     checked_sides,
     in_rows,
-    within_table,
 )
 from mmrl.policies.diffusion.families.schedules import FLOW, FLOW_SOLVERS, FlowSchedules
 from mmrl.policies.diffusion.family import Condition, ModelNotes, Resolution, Shape
@@ -36,8 +36,8 @@ from mmrl.samplers.sigmas import Grid, shift_towards_noise
 
 
 class VideoPipeline(FlowPipeline):
-    """A family of videos. Its VAE compresses time: the first frame has a latent frame of its own, and later frames
-    share one."""
+    """A family that generates videos. Its VAE compresses time: the first frame has a latent frame of its own, and later
+    frames share one."""
 
     autoencoder_kind: ClassVar[type[ImageAutoencoder]] = VideoAutoencoder
 
@@ -63,15 +63,15 @@ class VideoPipeline(FlowPipeline):
         default_frames, *default_sides = self.default_size()
         num_frames = default_frames if frames is None else frames
         height, width = checked_sides(resolution, (default_sides[0], default_sides[1]), in_space * math.lcm(h, w))
-        within_table(self.position_table(), (height, width), in_space * max(h, w), type(self.pipe).__name__)
-        latents = (num_frames - 1) // in_time + 1
-        if num_frames < 1 or (num_frames - 1) % in_time or latents % t:
+        check_position_table(self.position_table(), (height, width), in_space * max(h, w), type(self.pipe).__name__)
+        latent_frames = (num_frames - 1) // in_time + 1
+        if num_frames < 1 or (num_frames - 1) % in_time or latent_frames % t:
             first = (t - 1) * in_time + 1
             raise UserError(
                 f"denoising.frames={num_frames}, but the model at model.path generates videos of {first}, "
                 f"{first + t * in_time}, {first + 2 * t * in_time}, ... frames; set one of these"
             )
-        return self.module.config.in_channels, latents, height // in_space, width // in_space
+        return self.module.config.in_channels, latent_frames, height // in_space, width // in_space
 
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
@@ -91,7 +91,7 @@ class VideoPipeline(FlowPipeline):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
-        raise NotImplementedError("videos have `_video_inputs`")
+        raise NotImplementedError("families of videos implement `_video_inputs`")
 
 
 class Wan(VideoPipeline):
@@ -224,7 +224,7 @@ class HunyuanVideo(VideoPipeline):
     @property
     def notes(self) -> ModelNotes:
         embeds = self.module.config.guidance_embeds
-        return ModelNotes(distilled_guidance="its own scale is denoising.embedded_guidance" if embeds else None)
+        return ModelNotes(distilled_guidance="its guidance scale is denoising.embedded_guidance" if embeds else None)
 
     @property
     def patches(self) -> tuple[int, int, int]:
@@ -260,5 +260,5 @@ class HunyuanVideo(VideoPipeline):
                 raise UserError(
                     "HunyuanVideo needs a guidance scale as an input; set denoising.embedded_guidance, for example to 6"
                 )
-            inputs["guidance"] = torch.full_like(time, guidance * 1000)
+            inputs["guidance"] = torch.full_like(time, guidance * 1000)  # as its pipeline scales it
         return inputs
