@@ -1,1 +1,1 @@
-"""Models that make rollouts and say how likely they are: a folder a kind of model."""
+"""Policies: models that sample rollouts and compute their log-probabilities. Each type of model has a folder."""

@@ -1,5 +1,5 @@
-"""A codebook of image patches (a VQ tokenizer): it encodes images as tokens and decodes them. It is saved beside the
-model that generates the tokens."""
+"""A codebook of image patches (a VQ tokenizer): it encodes images as tokens and decodes them. It is saved in the folder
+of the model that generates the tokens."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Codebook:
     model. The patches of an image are ordered row by row."""
 
     patches: Tensor  # [code, channel, height, width] fp32, 0 to 1
-    rows: int  # of patches in an image
-    columns: int  # of patches in an image
+    rows: int  # number of rows of patches in an image
+    columns: int  # number of columns of patches in an image
     first: int  # the token id of code 0
 
     @property
@@ -35,24 +35,24 @@ class Codebook:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
+        """Channels, height and width of an image, in pixels."""
         channels, height, width = self.patches.shape[1:]
         return channels, self.rows * height, self.columns * width
 
-    def other_tokens(self, vocabulary: int) -> Tensor:
-        """Returns the token ids of a model that are not codes, [n] int64. vocabulary: the model's number of tokens.
-        Raises UserError if codes lie beyond it."""
+    def non_code_tokens(self, vocabulary: int) -> Tensor:
+        """Returns the token ids of a model that are not codes of this codebook, [n] int64. vocabulary: the model's
+        number of tokens. Raises UserError if a code's token id is not below it."""
         last = self.first + len(self.patches)
         if last > vocabulary:
             raise UserError(
-                f"the codebook's {len(self.patches)} codes are tokens {self.first} to {last - 1}, but the model beside "
-                f"it has {vocabulary} tokens; take the codebook that it was trained with"
+                f"the codebook's {len(self.patches)} codes are tokens {self.first} to {last - 1}, but the model in its "
+                f"folder has {vocabulary} tokens; use the codebook that the model was trained with"
             )
         return torch.cat([torch.arange(self.first), torch.arange(last, vocabulary)])
 
     def encode(self, images: Tensor) -> Tensor:
         """Encodes images [image, channel, height, width] in [0, 1] as tokens [image, position] int64: each patch
-        becomes its nearest code. Raises UserError for images of another size."""
+        becomes the code of the nearest patch. Raises UserError for images of another size."""
         if tuple(images.shape[1:]) != self.size:
             raise UserError(
                 f"images of {list(images.shape[1:])} (channels, height, width) do not fit the model's codebook, which "

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-# Callables that are a policy's module or the engine around it. A Scorer returns tensors; a NetworkCall may return
-# another library's output class.
+# A policy's module, or the DeepSpeed engine that wraps it. A Scorer returns tensors; a NetworkCall may return the
+# output class of another library.
 Scorer = Callable[..., tuple[Tensor, ...]]
 NetworkCall = Callable[..., Any]
 
@@ -31,7 +31,7 @@ class TrainingEngine(Protocol):
 
 def write_model(model: nn.Module, folder: Path, state: dict[str, Tensor]) -> None:
     """Saves a transformers model, or only the adapter of a peft model, in the library's own format. state: the state
-    dict of the module that holds it as its attribute `model`."""
+    dict of a module whose attribute `model` is this model, so that the names of its weights begin with "model."."""
     pretrained: Any = model
     weights = {n.removeprefix("model."): value for n, value in state.items() if n.startswith("model.")}
     pretrained.save_pretrained(folder, state_dict=weights)

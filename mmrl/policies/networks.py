@@ -19,13 +19,13 @@ class Networks(nn.Module):
         self.parts = nn.ModuleDict(parts)
 
     def forward(self, part: str, *inputs: object, **options: object) -> Any:
-        """Calls the network named `part` with the other arguments."""
+        """Calls the network named `part` with `inputs` and `options`."""
         return self.parts[part](*inputs, **options)
 
 
 @dataclass(frozen=True)
 class NamedNetwork:
-    """A callable for one network inside `networks`, which is a `Networks` or the engine around it."""
+    """A callable for one network inside `networks`, which is a `Networks` or the DeepSpeed engine that wraps it."""
 
     networks: NetworkCall
     name: str
@@ -36,6 +36,6 @@ class NamedNetwork:
 
 
 def select_state(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the state dict of the network `part`, out of that of a `Networks`."""
+    """Returns the state dict of the network named `part`. state: the state dict of a `Networks`."""
     prefix = f"parts.{part}."
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

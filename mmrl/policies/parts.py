@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 def map_with_checkpointing(compute: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
     """Returns [compute(part) for part in parts]. `compute` must be deterministic.
 
-    If there are several parts, only their inputs are kept, and the backward pass computes each part again.
+    If there are several parts, only their inputs are kept in memory, and the backward pass computes each part again.
     """
     if len(parts) == 1 or not torch.is_grad_enabled():
         return [compute(part) for part in parts]

@@ -40,7 +40,7 @@ class LoRA(Section):
         return True if self.init == "zero" else "orthogonal"
 
     @model_validator(mode="after")
-    def _even(self) -> LoRA:
+    def _rank_is_even(self) -> LoRA:
         if self.init == "orthogonal" and self.rank % 2:
             raise ValueError(f"rank={self.rank} is odd, but init=orthogonal needs an even one")
         return self
@@ -68,12 +68,12 @@ class ModelSettings(Choice):
         "uniform_diffusion": "mmrl.policies.discrete_diffusion.uniform_settings:UniformModel",
     }
     type: str = "vision_language"
-    path: str | None = option(None, "folder or hub name of the model; in its place `build` or `warm_start`")
+    path: str | None = option(None, "folder or hub name of the model; alternatives: `build`, `warm_start`")
     build: str | None = option(
         None, "package.module:function that is called with (folder, seed=...) and writes a model built in code"
     )
     warm_start: str | None = option(
-        None, "configuration file beside this one: the run starts from the final weights of that one's run"
+        None, "configuration file in the same folder; the run starts from the final weights of that configuration's run"
     )
     dtype: Literal["float32", "bfloat16"] = option(
         "float32", "number format of the weights; the optimizer keeps fp32 weights"
@@ -95,7 +95,7 @@ class ModelSettings(Choice):
 
     @abstractmethod
     def capabilities(self, config: JobConfig) -> Capabilities:
-        """Returns what the decisions of this job support, which algorithms and terms may require."""
+        """Returns the abilities of this job's decisions, such as an entropy, which algorithms and terms may require."""
 
     @abstractmethod
     def load(self, config: JobConfig, task: object, path: str) -> Policy:

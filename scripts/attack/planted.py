@@ -167,7 +167,7 @@ FAULTS = [
     Fault("gaussian: half of the exponent", "mmrl/policies/vla/heads/gaussian.py", "-0.5 * ((x - mean", "-1.0 * ((x - mean",
           CRITICS),
     Fault("gaussian: the divergence the other way round", "mmrl/policies/vla/heads/gaussian.py",
-          "gaussian_divergence(other.view(current.shape), current)", "gaussian_divergence(current, other.view(current.shape))",
+          "gaussian_divergence(prediction.view(current.shape), current)", "gaussian_divergence(current, prediction.view(current.shape))",
           CRITICS),
     Fault("invertible: volumes are not counted", "mmrl/policies/vla/heads/invertible.py", "logp.sum((1, 2)) - log_volume_change",
           "logp.sum((1, 2))", ("policies/vla/test_invertible.py",)),

@@ -75,7 +75,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("gymnasium turns: an expert's game has no limit", "sims/turns/gymnasium.py",
      "while not over and len(responses) < settings.limits.max_turns:", "while not over:", GAMES),
     ("turns: a batch that was lost has nothing to score", "mmrl/policies/vlm/scorer.py",
-     "if len(targets) == 0:  # the gradient is 0", "if False:  # the gradient is 0", ("policies/test_turns.py",)),
+     "if len(targets) == 0:  # the product has no rows", "if False:  # the product has no rows", ("policies/test_turns.py",)),
     ("prompts of images: a column of the user's makes them edits", "tasks/image_generation/task.py",
      "if self._edits:", 'if all("wanted" in s.prompt.metadata for s in samples):', ("tasks/test_image_edits.py",)),
     ("health: changes are not looked for next to the ends", "mmrl/report/changes.py", "in ends | between if",

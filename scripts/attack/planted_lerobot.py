@@ -15,7 +15,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("lerobot: targets are not looked at", L, "if lora_config.target_modules is not None:", "if False:",
      (LORA + "frozen_parts_have_no_adapters_and_are_read_once",)),
     ("lerobot: config.json tells of no adapter", L, '{**config, "use_peft": True}', "config", SAVED),
-    ("lerobot: a saved adapter trains in frozen parts", L, "backbone_class.freeze(policy, model.freeze)  # the adapters inside these parts", "pass",
+    ("lerobot: a saved adapter trains in frozen parts", L, "backbone_class.freeze(policy, model.freeze)  # this time the adapters inside these parts", "pass",
      SAVED),
     ("lerobot: a saved adapter does not train", L, "is_trainable=True", "is_trainable=False", SAVED),
     ("lerobot: alpha is the default", L, "lora_alpha=lora.alpha,  # type: ignore[arg-type]", "",

@@ -40,7 +40,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("source: demonstrations for replayed ones", S, "replayed.origin = positions.new_full((len(positions),), REPLAYED)",
      "replayed.origin = positions.new_full((len(positions),), REPLAYED - 1)", STORED),
     ("policy: what it wanted, not what was executed", P, "actions[rows].astype(np.float32))", 'chosen["actions"].numpy())', STORED),
-    ("policy: the observation after the step", B, "        observations.select([i]),\n", "        step.observation.select([row]),\n", STORED),
+    ("policy: the observation after the step", B, "        observation=observations.select([i]),\n", "        observation=step.observation.select([row]),\n", STORED),
     ("policy: the first action's reward", B, "float(step.reward[row].sum()),", "float(step.reward[row][0]),", STORED),
     ("policy: lost episodes are stored", P, "if sample.episode is None or sample.episode.lost:", "if sample.episode is None:", STORED),
     ("record: endless actions are stored", B, "or not np.isfinite(actions).all()", "", STORED),

@@ -95,7 +95,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("plan: a bound on tokens counts for nothing", "mmrl/policies/vlm/settings.py",
      "return rows if self.micro_tokens is None else", "return rows if True else", PLAN),
     ("plan: activations of all rollouts", "mmrl/policies/vlm/memory_estimate.py",
-     "last_hidden(model, engine.longest_at_once(rows, length)",
+     "last_hidden(model, engine.max_rows(rows, length)",
      "last_hidden(model, rows", PLAN),
     ("plan: fewer tokens are not offered", "mmrl/doctor/memory_plan.py", "micro_tokens={engine['micro_tokens'] // 2}",
      "micro_tokens={engine['micro_tokens']}", PLAN),

@@ -39,7 +39,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "kl = ref_difference.square().sum(1) * factor / variance", (*ROBOT, *IMAGE)),
     ("chains: half of what it is from a Gaussian", "mmrl/policies/vla/heads/gaussian.py", "squared_distance - 1)", "squared_distance / 2 - 1)", GAUSSIAN),
     ("chains: old and new Gaussians are exchanged", "mmrl/policies/vla/heads/gaussian.py",
-     "gaussian_divergence(other.view(current.shape), current)", "gaussian_divergence(current, other.view(current.shape))", GAUSSIAN),
+     "gaussian_divergence(prediction.view(current.shape), current)", "gaussian_divergence(current, prediction.view(current.shape))", GAUSSIAN),
     ("chains: steps of the first window", "mmrl/policies/vla/heads/flow.py", "self.sampler.stochastic_coefficients(points),",
      "self.sampler.stochastic_coefficients(torch.arange(points.shape[1]).expand(points.shape)),", ROBOT),
     ("looks: of other steps", V + "policy.py", ".repeat_interleave(decisions).expand", ".repeat(decisions).expand",

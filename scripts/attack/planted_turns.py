@@ -22,7 +22,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "draft.append(ids, torch.zeros(len(ids)), None)",
      "draft.append(ids, torch.zeros(len(ids)), None); draft.tokens.decided[: (number == 0) * len(ids)] = False", TALKS),
     ("files: results of tools are learned from", "mmrl/policies/vlm/prompts.py",
-     "grown = self.extended(observation.prompt, decided=False)", "grown = self.extended(observation.prompt, decided=True)", TALKS),
+     "extended = self.extended(observation.prompt, decided=False)", "extended = self.extended(observation.prompt, decided=True)", TALKS),
     ("files: images of the column in another order", C, "image_column = enumerate(images if isinstance(images,",
      "image_column = enumerate(images[::-1] if isinstance(images,", TALKS),
     ("files: calls are dropped", C, "        if not calls:\n            return text",

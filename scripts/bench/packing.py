@@ -42,12 +42,12 @@ def measure(arm: str, rows: int, micro: int, threads: int) -> dict[str, float]:
     from mmrl.policies.vlm.loading import recompute_activations
     from mmrl.policies.vlm.policy import VisionLanguagePolicy
     from mmrl.policies.vlm.prompts import RolloutTokens
-    from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
+    from mmrl.policies.vlm.tiny_qwen import Sizes, train_tokenizer, write
     from mmrl.rollouts import Prompt
 
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
-        write(folder, byte_pairs(["0 1 2 3 4 5 6 7 8 9"] * 10, 300), Sizes(width=256, layers=4), 0)
+        write(folder, train_tokenizer(["0 1 2 3 4 5 6 7 8 9"] * 10, 300), Sizes(width=256, layers=4), 0)
         model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     recompute_activations(model)
     policy = VisionLanguagePolicy(

@@ -24,7 +24,7 @@ from mmrl.policies.diffusion import memory_estimate as images
 from mmrl.policies.diffusion.families.images import StableDiffusion3
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.vlm import memory_estimate as language
-from mmrl.policies.vlm.tiny_qwen import END, VISION, Sizes, build_processor, byte_pairs
+from mmrl.policies.vlm.tiny_qwen import END, VISION, Sizes, build_processor, train_tokenizer
 from mmrl.tasks.visual_qa.tiny.model import build as build_tiny
 
 QWEN = "Qwen/Qwen2.5-VL-3B-Instruct"
@@ -64,7 +64,7 @@ def write_language(folder: Path, small: bool) -> None:
         build_tiny(folder)
         return
     draw = random.Random(0)
-    tokenizer = byte_pairs([words(50, draw) for _ in range(200)], 2000)
+    tokenizer = train_tokenizer([words(50, draw) for _ in range(200)], 2000)
     tokenizer.add_tokens([f"<x{i}>" for i in range(151_665 - len(tokenizer))])  # ids without a token are suppressed
     config: Any = language.model_config(QWEN)
     ids = [tokenizer.convert_tokens_to_ids(token) for token in VISION]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.vlm.tiny_qwen import INITIALIZER_RANGE, Sizes, byte_pairs, write
+from mmrl.policies.vlm.tiny_qwen import INITIALIZER_RANGE, Sizes, train_tokenizer, write
 from mmrl.sims.turns.cards import COLORS, COUNTS, SIDE
 
 VOCABULARY = 320  # maximum number of tokens
@@ -16,7 +16,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a byte-level BPE tokenizer, trained on the words of the card game."""
     corpus = [f"{word} 1" for word in (*COLORS, *COUNTS)] * 10
     corpus += ["Match the count.", "Match the colour.", *(f"{role}\n" for role in ("system", "user", "assistant"))] * 10
-    return byte_pairs(corpus, VOCABULARY)
+    return train_tokenizer(corpus, VOCABULARY)
 
 
 def build(path: str | Path, seed: int = 0) -> None:

@@ -15,7 +15,7 @@ from mmrl.generation.transformers import generate
 from mmrl.generation.vllm.responses import Answer
 from mmrl.generation.weight_sync.checksums import Report, checksum
 from mmrl.policies.vlm import policy as vlm
-from mmrl.policies.vlm.scorer import recompute
+from mmrl.policies.vlm.scorer import set_checkpointing
 from mmrl.policies.vlm.synced import adapter_checksums, weights
 
 
@@ -48,7 +48,7 @@ class Copy:
             sequence = {name: pad(value, (0, more)) for name, value in tokens.sequence.items()}
             heat = sampling.temperature or 1.0
             rows.append(replace(tokens, prompt=request.ids, sequence=sequence, temperature=heat))
-        recompute(own.module, False)
+        set_checkpointing(own.module, False)
         drawn = generate(
             own.module.model,
             own.runner.collate(rows, padding_side="left"),
@@ -58,7 +58,7 @@ class Copy:
             pad=own.tokens.pad,
             max_new_tokens=max(request.limit for request in requests),
         )
-        recompute(own.module, True)
+        set_checkpointing(own.module, True)
         rows = [replace(row, response=ids[: r.limit]) for row, ids, r in zip(rows, drawn, requests, strict=True)]
         with torch.no_grad():
             logp = own.replay(own.tokens.rollouts(prompts, rows, 1), own.module).logp

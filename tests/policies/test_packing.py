@@ -142,8 +142,8 @@ def test_attention_within_each_sequence_is_that_of_each_alone():
 def test_flash_attention_is_for_what_it_can_do(monkeypatch, dtype, width, capability, takes):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     query = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 3, width), device="cuda:0")
-    assert packing.takes_flash(query) is takes
-    assert not packing.takes_flash(torch.zeros(1, 2, 3, 80, dtype=torch.bfloat16))
+    assert packing.can_use_flash(query) is takes
+    assert not packing.can_use_flash(torch.zeros(1, 2, 3, 80, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: flash attention")

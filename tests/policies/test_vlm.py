@@ -728,10 +728,10 @@ def test_prompts_are_encoded_together_as_alone(shared, monkeypatch):
     twin = replace(PROMPTS[2], id="twin", text="Which is the largest?", images=(image(48, 40).transpose(1),))
     brief = replace(PROMPTS[1], id="brief", text="one", system=None)
     prompts = [PROMPTS[0], twin, *PROMPTS[1:], brief, replace(twin, images=(image(40, 48),))]
-    processed, calls = chats._read_same_sizes, []
+    processed, calls = chats._encode_same_sizes, []
     with monkeypatch.context() as patch:
         patch.setattr(
-            chats, "_read_same_sizes", lambda p, rows, inside: calls.append(len(rows)) or processed(p, rows, inside)
+            chats, "_encode_same_sizes", lambda p, rows, inside: calls.append(len(rows)) or processed(p, rows, inside)
         )
         encoded = policy.tokens.encode(prompts)
     assert calls == [1, 2, 2, 1]  # one for each set of image sizes

@@ -68,10 +68,10 @@ def test_it_is_saved_and_found_again(tmp_path):
     assert distance(policy.module.state_dict(), again.module.state_dict()) == 0
     policy_of(tmp_path, *options)  # who needs no critic, reads none
     with pytest.raises(
-        UserError, match=r"critic.safetensors: the weight layers.0.bias is \[\d+\], but \[16\] by algorithm.critic"
+        UserError, match=r"critic.safetensors: the shape of layers.0.bias is \[\d+\], but \[16\] in algorithm.critic"
     ):
         policy_of(tmp_path, PPO, *options, "algorithm.critic.width=16")
-    with pytest.raises(UserError, match="the weight layers.2.bias is"):
+    with pytest.raises(UserError, match="the shape of layers.2.bias is"):
         policy_of(tmp_path, PPO, *options, "algorithm.critic={width: 8, layers: 2}")
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 from mmrl import job
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
+from mmrl.policies.vlm.tiny_qwen import Sizes, train_tokenizer, write
 from mmrl.prompts.views import NoText
 from mmrl.tasks.visual_qa.tiny import model as tiny_model
 from mmrl.training.metrics import Metrics
@@ -298,7 +298,7 @@ def test_a_server_says_what_its_model_does(student, teacher, address, estimator)
 
 def test_another_vocabulary_is_refused_before_the_start(tmp_path):
     folder = tmp_path / "other"
-    write(folder, byte_pairs(["which digit is the largest"] * 9, 400), Sizes(), seed=0)
+    write(folder, train_tokenizer(["which digit is the largest"] * 9, 400), Sizes(), seed=0)
     with pytest.raises(UserError, match=r"^algorithm.teacher: teacher .*other has another vocabulary than the model: "):
         make(tmp_path, f"algorithm={{type: distillation, teacher: {{path: {folder}}}}}")
     with pytest.raises(UserError, match="cannot be read"):

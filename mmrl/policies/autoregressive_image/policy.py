@@ -17,7 +17,7 @@ from mmrl.policies.autoregressive_image.scorer import ImageTokenScorer, position
 from mmrl.policies.autoregressive_image.settings import ImageTokenDemonstrations, ImageTokenDrawing
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.tokenizers import Tokenizer
-from mmrl.policies.vlm.scorer import recompute, transformers_model
+from mmrl.policies.vlm.scorer import set_checkpointing, transformers_model
 from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_image_parts
 from mmrl.runtime.files import use_default_mode
 from mmrl.schedules.schedule import Schedule
@@ -53,7 +53,7 @@ class ImageTokenPolicy:
         for network in (scorer, *transformers_model(scorer.model).children()):
             CallMeter(network, tally)
         self.module.eval()  # dropout would make replay differ from sampling
-        recompute(self.module, True)
+        set_checkpointing(self.module, True)
 
     @property
     def device(self) -> torch.device:
@@ -171,11 +171,11 @@ class ImageTokenPolicy:
             [torch.cat([image, question, text]) for image, text in zip(image_inputs, texts, strict=True)]
         )
         images = torch.stack([s.image for s in rollouts.samples if s.image is not None]).to(self.device)
-        recompute(self.module, False)
+        set_checkpointing(self.module, False)
         hidden = self.writer.hidden_with_images(
             self.module.model, ids, mask.long(), images, position_ids=positions(mask), use_cache=False
         )
-        recompute(self.module, True)
+        set_checkpointing(self.module, True)
         likelihoods = []
         for i, text in enumerate(texts):
             logp = self.module.text_logits(hidden[i, -len(text) - 1 : -1]).log_softmax(-1)

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from mmrl.generation.sampling import add_gumbel_noise
 from mmrl.policies.autoregressive_image.prompts import NO_TEXT, ImageTokenPrompts, ImageTokenRecord
-from mmrl.policies.vlm.scorer import recompute
+from mmrl.policies.vlm.scorer import set_checkpointing
 from mmrl.rollouts import Prompt
 from mmrl.samplers.chain import derive_seed
 
@@ -30,7 +30,7 @@ class ImageTokenSampler:
     ) -> list[ImageTokenRecord]:
         """Samples one image per prompt; image i depends on seeds[i] alone. temperature: 0 takes the most likely tokens.
         guidance: classifier-free guidance scale; 1: none."""
-        recompute(self.module, False)
+        set_checkpointing(self.module, False)
         prompt_ids = [self.prompts.encode_prompt(prompt) for prompt in prompts]
         texts = (
             self._sample_texts(prompt_ids, seeds, temperature)
@@ -50,7 +50,7 @@ class ImageTokenSampler:
             ids = token[:, None] if guidance == 1 else token.repeat(2)[:, None]
             mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
         tokens = torch.stack(sampled, 1)
-        recompute(self.module, True)
+        set_checkpointing(self.module, True)
         return [
             ImageTokenRecord(prompt, tokens[i], temperature or 1.0, texts[i]) for i, prompt in enumerate(prompt_ids)
         ]

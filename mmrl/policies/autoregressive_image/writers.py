@@ -108,7 +108,7 @@ class CausalWriter(ImageTokenWriter):
         self.tokens_per_image = book.tokens_per_image
 
     def check(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        self.codebook.other_tokens(transformers_model(model).get_output_embeddings().weight.shape[0])
+        self.codebook.non_code_tokens(transformers_model(model).get_output_embeddings().weight.shape[0])
 
     def hidden(self, model: nn.Module, ids: Tensor, mask: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
         """Returns the logits, in place of hidden states."""

@@ -163,7 +163,7 @@ def build_vocabulary(
     token for a text.
     """
     if image_codebook is not None and not text:
-        return Vocabulary(mask, tokenizer.pad_token_id or 0, None, image_codebook.other_tokens(size))
+        return Vocabulary(mask, tokenizer.pad_token_id or 0, None, image_codebook.non_code_tokens(size))
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise UserError(
@@ -175,5 +175,5 @@ def build_vocabulary(
         not_text |= set(range(image_codebook.first, image_codebook.first + len(image_codebook.patches)))
     suppressed = sorted((special | {mask} | not_text) - {end, NO_MASK})
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    image_suppressed = None if image_codebook is None else image_codebook.other_tokens(size)
+    image_suppressed = None if image_codebook is None else image_codebook.non_code_tokens(size)
     return Vocabulary(mask, pad, end, torch.tensor(suppressed), image_suppressed)

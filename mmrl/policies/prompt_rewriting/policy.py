@@ -105,8 +105,8 @@ class PromptRewritingPolicy:
         return replace(prompt, text=self.settings.template.replace("{}", prompt.text))
 
     def _generator_prompts(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Prompt]:
-        """Returns the prompts for the generator, with `texts`. For mmrl's small networks, which raise UserError for
-        words outside their vocabulary, such words are removed."""
+        """Returns the prompts for the generator: `prompts` with their texts replaced by `texts`. mmrl's small networks
+        raise UserError for words outside their vocabulary, so such words are removed for them."""
         family = self.generator.family
         if isinstance(family, SmallFamily):
             texts = [family.readable(text) for text in texts]
@@ -114,14 +114,15 @@ class PromptRewritingPolicy:
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         raise NotImplementedError(
-            "model.type=prompt_rewriting has no views of prompts: images are made from the rewritten text"
+            "model.type=prompt_rewriting does not support views (changed prompts with the same response): images are "
+            "generated from the rewritten text"
         )
 
     # --- images to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
-        """Computes the log-likelihoods of all decisions under `model` (`self.module` or the engine around it), in one
-        forward pass of each network.
+        """Computes the log-likelihoods of all decisions under `model` (`self.module` or the engine that wraps it), in
+        one forward pass of each network.
 
         For denoising steps, the log-ratios to the old and the reference policy are computed from predictions, which is
         more precise than from log-likelihoods. `prediction` holds denoising steps only, [rollout, step, ...]."""
@@ -167,7 +168,7 @@ class PromptRewritingPolicy:
         have the same number of steps."""
         return self.writer.lengths(replace(rollouts, inputs=[record.text for record in rollouts.inputs]))
 
-    # --- the rest of a policy ---
+    # --- engine, metrics and files ---
 
     def set_engine(self, engine: TrainingEngine) -> None:
         self.writer.set_engine(engine)

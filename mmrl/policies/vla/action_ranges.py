@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 from mmrl.policies.vla.heads.codec import ActionNormalizer, ActionStatistics
 from mmrl.sims.vector.transitions import Bounds
 
-MARGIN = 0.05  # share of a simulator's range by which quantiles may lie beyond it
+MARGIN = 0.05  # quantiles may lie beyond the simulator's range by this share of it
 # Largest distance of demonstrated numbers from the center of the statistics, in half ranges, without a warning.
 MAX_DISTANCE_IF_CLIPPED, MAX_DISTANCE = 1.1, 5.0
 MAX_SHARE = 0.05  # share of numbers that may lie farther away; 1 % and 99 % quantiles leave 2 % outside
 
 
 def check_statistics(path: str, statistics: ActionStatistics, bounds: Bounds | None) -> Iterator[str]:
-    """Yields a warning for numbers of actions whose statistics have no range, and for those whose range exceeds the
-    simulator's. path: value of action.statistics; bounds: the simulator's action bounds; None: -1 to 1."""
+    """Yields a warning for action dimensions whose lower and upper statistics are equal, and one for dimensions whose
+    range exceeds the simulator's. path: the value of action.statistics; bounds: the simulator's action bounds, None for
+    -1 to 1."""
     constant = statistics.mask & (statistics.q01 == statistics.q99)
     if constant.any():
         yield (
@@ -40,8 +41,8 @@ def check_statistics(path: str, statistics: ActionStatistics, bounds: Bounds | N
 
 
 def check_demonstrations(normalizer: ActionNormalizer, actions: NDArray[np.float64]) -> Iterator[str]:
-    """Yields a warning if many numbers of demonstrated actions [n, action], in the robot's units, lie outside the range
-    of the policy's actions."""
+    """Yields a warning if more than `MAX_SHARE` of the numbers in demonstrated actions [n, action], in the robot's
+    units, lie outside the range of the policy's actions."""
     distance = normalizer.distance_from_center(actions)
     limit = MAX_DISTANCE_IF_CLIPPED if normalizer.clipped else MAX_DISTANCE
     share = (distance > limit).mean() if distance.size else 0.0
@@ -63,4 +64,5 @@ def _indices(mask: NDArray[np.bool_]) -> str:
 
 
 def _values(values: NDArray[np.float64]) -> str:
+    """Returns numbers as text with four digits, such as "0.25, -1"."""
     return ", ".join(f"{value:.4g}" for value in values)

@@ -25,12 +25,12 @@ class Critic(nn.Module):
 
 
 class Shared(Critic):
-    """A critic that reads the last layer at the prefix's last token, and the robot's state."""
+    """A critic that reads the last hidden state of the prefix's last token, and the robot's state."""
 
     needs_prefix = True
 
     def __init__(self, settings: SharedCritic, width: int, state_dim: int) -> None:
-        """width: that of the backbone."""
+        """width: size of the backbone's hidden states."""
         super().__init__()
         sizes, layers = [width + state_dim, *[settings.width] * settings.layers], list[nn.Module]()
         for in_features, out_features in zip(sizes[:-1], sizes[1:], strict=True):
@@ -60,8 +60,8 @@ class Separate(Critic):
 
 
 def build(settings: CriticSettings, width: int, state_dim: int) -> Critic:
-    """Builds a critic. width: that of the backbone. Raises UserError for a type that these policies do not support, and
-    for a critic of a state that the simulator does not have."""
+    """Builds a critic. width: size of the backbone's hidden states. Raises UserError for a type that these policies do
+    not support, and for type=separate if the simulator has no state."""
     if isinstance(settings, SharedCritic):
         return Shared(settings, width, state_dim)
     if not isinstance(settings, SeparateCritic):

@@ -1,4 +1,4 @@
-"""Episodes of a robot policy: what is recorded while they are played, and the tensors that are made of it."""
+"""Records of a robot policy's episodes while they are played, and the tensors that are built from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.sims import Observation, Step
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One policy step as a stored episode needs it: observation, chunk, reward, and whether the episode terminated."""
+    """The data of one policy step that a stored episode (`Trajectory`) holds."""
 
     observation: Observation  # of one row
     actions: NDArray[np.float32]  # [chunk, action], in the robot's units
@@ -50,7 +50,7 @@ class Episodes(list[list[PolicyStep]]):
         super().__init__(episodes)
         self.flat = [policy_step for episode in episodes for policy_step in episode]
         indices = [(row, step) for row, episode in enumerate(episodes) for step in range(len(episode))]
-        self.row, self.step = torch.tensor(indices, device=device).unbind(1)  # of each of the flat policy steps
+        self.row, self.step = torch.tensor(indices, device=device).unbind(1)  # [flat policy step] each
         self.state = torch.stack([policy_step.state for policy_step in self.flat]).to(device)
         self.valid = torch.stack([policy_step.valid for policy_step in self.flat]).to(device)
         self.sampled = {name: values.to(device) for name, values in stack_samples(self.flat).items()}
@@ -65,21 +65,22 @@ def stack_samples(policy_steps: Sequence[PolicyStep]) -> SampledChunks:
 
 
 class EpisodeRecord:
-    """The record of an episode while it is played. `lost` is True until it begins, and if the simulator drops
-    it."""
+    """The record of an episode while it is played. `lost` is True before the episode begins, and after the simulator
+    dropped it."""
 
     def __init__(self, prompt: Prompt, *, samples_latents: bool) -> None:
         """samples_latents: whether the head samples latents before a chunk."""
         self.prompt, self.samples_latents = prompt, samples_latents
         self.instruction, self.lost = "", True
         self.success = self.success_at_end = self.terminated = False
-        self.length, self.bootstrap = 0, 0.0
+        self.length = 0  # executed actions
+        self.bootstrap = 0.0  # the critic's value of the final observation
         self.policy_steps: list[PolicyStep] = []
         self.values: list[float] = []  # by policy step
         self.num_latents: list[int] = []  # by policy step
         self.rewards: list[float] = []  # by step of the simulator
-        self.frames: list[NDArray[np.uint8]] = []
-        self.labels: list[Prompt] = []  # observations with an expert's actions, by policy step
+        self.frames: list[NDArray[np.uint8]] = []  # [height, width, 3] each
+        self.labels: list[Prompt] = []  # by policy step: the observation and the expert's actions, see `add_label`
 
     def begin(self, observation: Observation, row: int, film: bool) -> None:
         """Starts the episode with the first observation of a row, whose image is kept if `film`."""
@@ -88,14 +89,15 @@ class EpisodeRecord:
             self.frames.append(observation.images[row])
 
     def add_label(self, observation: Observation, actions: NDArray[np.float32]) -> None:
-        """Keeps an observation of one row, and the actions that the expert would execute there, [chunk, action]."""
+        """Appends a prompt for `demonstrate`: an observation of one row, and the actions [chunk, action] that the
+        expert would execute there."""
         name = f"{self.prompt.id}-{len(self.labels)}"
         label = {"observation": observation, "actions": actions}
         self.labels.append(Prompt(name, self.instruction, metadata=label))
 
     def add_step(self, step: Step, row: int, film: bool) -> None:
-        """Adds the results of one executed chunk, of a row of `step`: reward, success and length, and the image after
-        it if `film`."""
+        """Adds the simulator's results for one executed chunk: reward, success and length, and the image after it if
+        `film`. row: the row of `step` in which the episode is played."""
         valid = step.valid[row]
         self.lost |= bool(step.dropped[row])
         if valid.any():
@@ -109,16 +111,16 @@ class EpisodeRecord:
 
     @property
     def sample(self) -> Sample:
-        """The episode as rewards see it."""
+        """The sample that reward functions score."""
         episode = Episode(
-            self.instruction,
-            self.success,
-            self.success_at_end,
-            self.length,
-            sum(self.rewards),
-            self.lost,
-            np.stack(self.frames) if self.frames else None,
-            mean_or_nan(self.num_latents) if self.samples_latents else None,
+            instruction=self.instruction,
+            success=self.success,
+            success_at_end=self.success_at_end,
+            length=self.length,
+            reward=sum(self.rewards),
+            lost=self.lost,
+            frames=np.stack(self.frames) if self.frames else None,
+            reasoning=mean_or_nan(self.num_latents) if self.samples_latents else None,
         )
         return Sample(self.prompt, response="success" if self.success else "failure", episode=episode)
 
@@ -131,14 +133,14 @@ def mean_or_nan(numbers: Sequence[float]) -> float:
 def make_step_record(
     observations: Observation, actions: NDArray[np.float32], i: int, step: Step, row: int
 ) -> StepRecord:
-    """Builds the record of row i of a policy call. observations: those of the call; actions: [row, chunk, action], in
-    the robot's units; step: the simulator's result; row: that of the simulator."""
+    """Builds the record of entry i of a policy call on n observations. actions: [n, chunk, action], in the robot's
+    units; step: the simulator's results for all of its rows; row: the simulator's row that entry i belongs to."""
     return StepRecord(
-        observations.select([i]),
-        actions[i],
-        float(step.reward[row].sum()),
-        bool(step.terminated[row].any()),
-        step.observation.select([row]) if step.ended[row] else None,
+        observation=observations.select([i]),
+        actions=actions[i],
+        reward=float(step.reward[row].sum()),
+        terminated=bool(step.terminated[row].any()),
+        final_observation=step.observation.select([row]) if step.ended[row] else None,
     )
 
 
@@ -167,9 +169,16 @@ def build_trajectory(steps: Sequence[PolicyStep], *, success: bool) -> Trajector
 
 
 def collect_steps(records: Sequence[EpisodeRecord]) -> Steps:
-    """Collects rewards, values and ends of episodes as [episode, policy step], from which returns are computed."""
+    """Collects rewards, values and ends of episodes in tensors [episode, policy step], from which returns are
+    computed."""
     zeros = torch.zeros(len(records), max(1, *(len(record.policy_steps) for record in records)))
-    steps = Steps(zeros.bool(), zeros.clone(), zeros.clone(), zeros.bool(), zeros.clone())
+    steps = Steps(
+        mask=zeros.bool(),
+        rewards=zeros.clone(),
+        values=zeros.clone(),
+        terminated=zeros.bool(),
+        bootstrap=zeros.clone(),
+    )
     for row, record in enumerate(records):
         n = len(record.policy_steps)
         steps.mask[row, :n] = not record.lost
@@ -182,11 +191,11 @@ def collect_steps(records: Sequence[EpisodeRecord]) -> Steps:
 
 
 def count_units(rollouts: Rollouts) -> dict[str, int]:
-    """Returns the numbers of policy steps and of episodes in rollouts."""
+    """Returns how many policy steps and how many episodes the rollouts hold, by the names of these units."""
     episodes = sum(sample.episode is not None for sample in rollouts.samples)
     return {"policy_steps": sum(len(steps) for steps in rollouts.inputs), "episodes": episodes}
 
 
 def seed_and_task(prompt: Prompt) -> tuple[int, str]:
-    """Returns the seed and the task of the start state that `prompt` describes."""
+    """Returns the seed and the task's name, which determine the start state that `prompt` stands for."""
     return prompt.metadata["seed"], prompt.metadata["task"]

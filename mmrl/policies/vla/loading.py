@@ -102,11 +102,12 @@ def open_policy(
     watched: bool = False,
     stores_episodes: bool = False,
 ) -> VisionLanguageActionPolicy:
-    """Loads a policy: from a folder that a run saved, or an image-text model with a head whose weights are random with
-    `seed`.
+    """Loads a policy from a folder that a run saved, or from a published model. A head or critic that the model lacks
+    gets random weights, which depend on `seed`.
 
-    critic: None for algorithms without one. temperature: of rollouts. steps_at_once, log, watched, stores_episodes: see
-    `VisionLanguageActionPolicy`. Raises UserError if options, model and simulator do not fit one another.
+    critic: None for algorithms without a critic. temperature: of rollouts. steps_at_once, log, watched,
+    stores_episodes: see `VisionLanguageActionPolicy`. Raises UserError if options, model and simulator do not fit one
+    another.
     """
     check_cameras(action, sim)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
@@ -184,8 +185,8 @@ def _statistics_from_simulator(sim: VectorSim, *, bounded: bool) -> ActionStatis
 
 
 def _load_statistics(action: Actions, sim: VectorSim) -> ActionStatistics | None:
-    """Loads the statistics that `action.statistics` names, None without, and warns of ranges that the simulator does
-    not take. Raises UserError if they do not fit the robot."""
+    """Loads the statistics that `action.statistics` names; None if it is not set. Logs a warning for ranges that exceed
+    the simulator's. Raises UserError if the statistics do not fit the robot."""
     statistics = load_action_statistics(action, sim.simulator.action_dim)
     if statistics is not None:
         for warning in check_statistics(str(action.statistics), statistics, action_bounds_of(sim.simulator)):
@@ -194,10 +195,11 @@ def _load_statistics(action: Actions, sim: VectorSim) -> ActionStatistics | None
 
 
 def _check_statistics_options(path: str, action: Actions) -> None:
-    """Raises UserError for options that choose from statistics, if neither a file nor the checkpoint has any."""
+    """Raises UserError for options that have no effect on a checkpoint without statistics: action.replace_statistics,
+    and options that select from action.statistics if that is not set."""
     if action.replace_statistics:
         raise UserError(
-            f"action.replace_statistics=true, but model.path={path} has no statistics of its own; remove it"
+            f"action.replace_statistics=true, but model.path={path} has no statistics to replace; remove it"
         )
     for key in ("statistics_key", "normalisation"):
         if vars(action)[key] is not None and action.statistics is None:
@@ -256,7 +258,7 @@ def _check_not_openvla(path: str, action: Actions) -> None:
 
 
 def _head_key(head: ActionHead) -> str:
-    """Returns the configuration key of `head.checkpoint_head`."""
+    """Returns the configuration key of the section that holds `head.checkpoint_head`."""
     return "action.head" if head.checkpoint_head is head else "action.head.base"
 
 
@@ -267,13 +269,14 @@ def _check_base_exists(folder: Path, head: ActionHead) -> None:
         or (isinstance(head.checkpoint_head, TokenActions) and head.checkpoint_head.decoding != "parallel")
         or (isinstance(head.checkpoint_head, ActionFlow) and (folder / LEROBOT_CONFIG).is_file())
     )
-    is_foreign_folder = folder.is_dir() and not (folder / CONFIG).is_file()
-    if head.checkpoint_head is not head and is_foreign_folder and not backbone_holds_base:
+    no_run_saved_it = folder.is_dir() and not (folder / CONFIG).is_file()
+    if head.checkpoint_head is not head and no_run_saved_it and not backbone_holds_base:
         raise UserError(_missing_base_message(str(folder), head))
 
 
 def _check_base_is_loaded(path: str, action: Actions, base: Head) -> None:
-    """Raises UserError for a base head with random weights; only its standard deviation or scale may be initial."""
+    """Raises UserError for a base head whose weights were not loaded; only its standard deviation or scale may have
+    initial values."""
     may_be_initial = (*base.optional_parameters, "log_std", "log_scale")
     if any(not name.startswith(may_be_initial) for name, _ in base.named_parameters()):
         raise UserError(_missing_base_message(path, action.head))
@@ -312,7 +315,8 @@ def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
     if not action.proprioception or state_dim == 0:
         raise UserError(
             f"model.path={path} reads only the robot's state, but action.proprioception={action.proprioception} and "
-            f"the simulator's state has {state_dim} numbers"
+            f"the simulator's state has {state_dim} numbers; set action.proprioception=true, with a simulator that has "
+            "a state"
         )
 
 
@@ -363,12 +367,12 @@ def _check_lerobot_options(path: str, action: Actions) -> None:
 def _restore(folder: Path, network: Network, action: Actions, state_dim: int) -> StateStatistics | None:
     """Loads the weights of the head and the critic from `folder`, and returns the statistics that standardise states.
 
-    A critic or `Head.optional_parameters` that the folder lacks keep their initial weights. A head that is built around
-    a base takes a saved head of another type as its base."""
+    If the folder lacks a critic or `Head.optional_parameters`, these keep their initial weights. If `action.head` is
+    built around a base head, a saved head of another type is loaded into the base."""
     saved = read_saved_config(folder)
     becomes_base = network.head.base is not None and saved["head"]["type"] != action.head.type
     if network.backbone.action_normalizer is None:
-        _check_shape(folder, saved, action, becomes_base)
+        _check_architecture(folder, saved, action, becomes_base)
     weights = load_file(folder / WEIGHTS)
     expected = {n for n in network.state_dict() if not n.startswith("backbone.")}
     if becomes_base:
@@ -378,13 +382,13 @@ def _restore(folder: Path, network: Network, action: Actions, state_dim: int) ->
     if becomes_base:  # other parameters of the head keep their initial values
         missing = [n for n in missing if n.startswith("head.base.")]
     if missing:
-        raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}; it does not fit the options of action.head")
+        raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}; set action.head as in the run that saved it")
     shapes = {n: value.shape for n, value in network.state_dict().items()}
     for name in sorted(expected & set(weights)):
         if name.startswith("critic.") and weights[name].shape != shapes[name]:
             raise UserError(
-                f"algorithm.critic makes {name} {list(shapes[name])}, but in {folder / WEIGHTS} it is "
-                f"{list(weights[name].shape)}; set the critic that it was trained with"
+                f"algorithm.critic gives {name} the shape {list(shapes[name])}, but in {folder / WEIGHTS} it has "
+                f"{list(weights[name].shape)}; set algorithm.critic as in the run that saved it"
             )
     network.load_state_dict({n: value for n, value in weights.items() if n in expected}, strict=False)
     statistics = saved.get("states")  # absent in folders of older versions
@@ -403,25 +407,26 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
     return saved | {"head": {**saved, "type": saved["head"]}} if isinstance(saved["head"], str) else saved
 
 
-def _check_shape(folder: Path, saved: dict[str, Any], action: Actions, becomes_base: bool) -> None:
-    """Raises UserError for the first key that the weights depend on and whose value differs from the saved one.
+def _check_architecture(folder: Path, saved: dict[str, Any], action: Actions, becomes_base: bool) -> None:
+    """Raises UserError for the first option that the weights depend on and whose value differs from the saved one.
 
-    saved: see `read_saved_config`. becomes_base: the saved head becomes the base of the head of `action`."""
+    saved: see `read_saved_config`. becomes_base: whether the saved head becomes the base of `action.head`."""
     values = [(f"action.{name}", saved[name], vars(action)[name]) for name in ARCHITECTURE_KEYS]
     if becomes_base:
-        values += _saved_and_present("action.head.base", saved["head"], action.head.checkpoint_head)
+        values += _architecture_values("action.head.base", saved["head"], action.head.checkpoint_head)
     else:
-        values += _saved_and_present("action.head", saved["head"], action.head)
+        values += _architecture_values("action.head", saved["head"], action.head)
     for key, saved_value, value in values:
         if saved_value != value:
             raise UserError(f"{key}={value}, but {folder} was trained with {saved_value}; set that value")
 
 
-def _saved_and_present(key: str, saved: dict[str, Any], head: ActionHead) -> list[tuple[str, Any, Any]]:
-    """Returns (key, saved value, current value) of the options that a head's weights depend on, then of its base's.
+def _architecture_values(key: str, saved: dict[str, Any], head: ActionHead) -> list[tuple[str, Any, Any]]:
+    """Returns (key, saved value, configured value) of the options that a head's weights depend on, followed by those of
+    its base head.
 
-    key: that of the head's section; saved: that section as it was saved."""
+    key: of the head's section in the configuration; saved: that section as it was saved."""
     values = [(f"{key}.{name}", saved.get(name), plain(head)[name]) for name in ("type", *head.architecture_keys)]
     if head.checkpoint_head is not head:
-        values += _saved_and_present(f"{key}.base", saved.get("base", {}), head.checkpoint_head)
+        values += _architecture_values(f"{key}.base", saved.get("base", {}), head.checkpoint_head)
     return values

@@ -27,7 +27,8 @@ from mmrl.settings import plain
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-INSTRUCTION_LENGTH, ACTION_DIM, STATE_DIM = 30, 7, 32  # assumed, as for LIBERO: tokens, and numbers of a vector
+# Assumed sizes: tokens of an instruction, numbers of an action (as in LIBERO) and of a state.
+INSTRUCTION_LENGTH, ACTION_DIM, STATE_DIM = 30, 7, 32
 OPENVLA: dict[str, Any] = {
     "text_config": {
         "hidden_size": 4096,
@@ -50,9 +51,9 @@ GEMMA_300M = {
     "head_dim": 256,
 }
 # LeRobot's policies by their published sizes. weights: number of all parameters; pi0's and pi0.5's as LeRobot 0.6.1
-# holds them, with two unused language model heads. keys: of the prefix, (layers, width of keys and values, tokens).
-# expert: the action expert's transformer. modulated: how many of its norms the noise level modulates. chunk: actions
-# that it denoises. Sources: SmolVLA arXiv 2506.01844, pi0 2410.24164, pi0.5 2504.16054.
+# holds them, with two unused language model heads. keys: layers, width and tokens of the prefix's key-value cache.
+# expert: the action expert's transformer. modulated: how many of its norms the noise level modulates. chunk: number of
+# actions that it denoises. Sources: SmolVLA arXiv 2506.01844, pi0 2410.24164, pi0.5 2504.16054.
 LEROBOT: dict[str, dict[str, Any]] = {
     "lerobot/smolvla_base": {
         "weights": 450e6,
@@ -86,8 +87,8 @@ LEROBOT: dict[str, dict[str, Any]] = {
 
 
 def memory_model(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel | None:
-    """Returns the network at `path` and what this job computes with it, for the memory estimate; None for mmrl's small
-    networks. Raises UserError if the sizes of the model are not known."""
+    """Returns the network at `path` on the meta device and the passes that this job makes with it; None for mmrl's
+    small networks. Raises UserError if the sizes of the model are not known."""
     if any((Path(path) / name).is_file() for name in (small.CONFIG, states_only.CONFIG)):
         return None
     if path in LEROBOT:
@@ -100,13 +101,14 @@ def memory_model(settings: VisionLanguageActionModel, config: JobConfig, path: s
     if "output_features" in checkpoint_config:
         raise UserError(
             f"model.path={path} is a LeRobot policy; the memory of {', '.join(LEROBOT)} can be estimated, so set "
-            "model.path to the one of these that it was made from"
+            "model.path to the one that it was fine-tuned from"
         )
     return vlm_with_head(settings, config, path)
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    """Reads the config.json of `path`, or that of its base model if it is a LoRA. Raises UserError if there is none."""
+    """Reads the config.json of the model at `path`, or of its base model if `path` is a LoRA. Raises UserError if there
+    is none."""
     try:
         return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
     except (OSError, ValueError) as error:
@@ -114,14 +116,16 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def num_policy_steps(config: JobConfig) -> tuple[int, int]:
-    """Returns the most policy steps of an episode, and how many policy steps of a micro-batch are computed at once."""
+    """Returns the number of policy steps of the longest episode, and how many policy steps of a micro-batch are
+    computed at once."""
     action: Actions = config.section("action")
     steps = math.ceil(action.horizon / action.chunk)
     return steps, config.engine.steps_at_once or steps * config.engine.micro_batch
 
 
 def score_in_parts(score: Callable[[int], Tensor], rows: int, config: JobConfig) -> Tensor | list[Tensor]:
-    """Computes `score(number of policy steps)` for `rows` episodes, in parts as `Network.forward` does."""
+    """Runs `score`, which takes a number of policy steps, for `rows` episodes of maximum length, in parts as
+    `Network.forward` does. Returns its output, or a list of the outputs of the parts."""
     max_steps, steps_at_once = num_policy_steps(config)
     total = max_steps * rows
     if total <= steps_at_once:
@@ -131,7 +135,7 @@ def score_in_parts(score: Callable[[int], Tensor], rows: int, config: JobConfig)
 
 
 def micro_batch_notes(config: JobConfig) -> list[str]:
-    """Returns the line of the report that says what a micro-batch is."""
+    """Returns notes for the report of the estimate: the size of a micro-batch."""
     max_steps, steps_at_once = num_policy_steps(config)
     return [
         f"a micro-batch is {config.engine.micro_batch} episodes of up to {max_steps} policy steps, {steps_at_once} of "
@@ -169,6 +173,7 @@ def openvla_model(
         module.requires_grad_(False)
 
     def score(steps: int) -> Tensor:
+        """Runs the forward pass that scores `steps` policy steps, on the meta device. Returns its output."""
         ids = torch.zeros(steps, INSTRUCTION_LENGTH, dtype=torch.long, device="meta")
         pixels = torch.empty(steps, len(action.cameras or [1]), 3, size, size, device="meta", dtype=dtype)
         inputs = unwrapped.embed(ids, torch.ones_like(ids), [pixels] * len(openvla_config.timm_model_ids))
@@ -214,6 +219,7 @@ def vlm_with_head(settings: VisionLanguageActionModel, config: JobConfig, path: 
         notes.append("the head's own weights are left out, since they are small beside the model's")
 
     def score(steps: int) -> Tensor:
+        """Runs the forward pass that scores `steps` policy steps, on the meta device. Returns its output."""
         if frozen:
             hidden = torch.empty(steps, length, width, device="meta", dtype=dtype)
         else:
@@ -236,7 +242,7 @@ def vlm_with_head(settings: VisionLanguageActionModel, config: JobConfig, path: 
 
 def lerobot_model(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel:
     """Builds a stand-in for a LeRobot policy: a transformer of the action expert's size with the prefix's keys and
-    values, and one frozen parameter as large as all others together."""
+    values, and one frozen parameter as large as all other parameters of the policy together."""
     if set(settings.freeze) != {"vision", "connector", "language"}:
         raise UserError(
             f"model.freeze={list(settings.freeze)}: the memory of a LeRobot policy can be estimated only with "
@@ -258,6 +264,7 @@ def lerobot_model(settings: VisionLanguageActionModel, config: JobConfig, path: 
     num_scored = 1 if not isinstance(action.head, FlowActions) else _num_scored_steps(action.head)
 
     def score(steps: int) -> Tensor:
+        """Runs the forward pass that scores `steps` policy steps, on the meta device. Returns its output."""
         rows = steps * num_scored
         cache = torch.empty(rows, layers * 2 * keys, tokens, device="meta", dtype=dtype)  # a copy for each scored step
         noisy = torch.empty(rows, sizes["chunk"], width, device="meta", dtype=dtype)

@@ -49,26 +49,27 @@ class OffPolicyAccess:
 
     @property
     def encoding_sizes(self) -> tuple[int, int]:
-        """Sizes of the vectors that `encode_observations` and `encode_chunks` return."""
+        """Lengths of the vectors that `encode_observations` and `encode_chunks` return."""
         simulator = self.policy.sim.simulator
         return self.policy.module.backbone.width + simulator.state_dim, self.chunk_length * (simulator.action_dim + 1)
 
     @property
     def chunk_length(self) -> int:
-        """Actions of a chunk."""
+        """The number of actions in a chunk."""
         return self.policy.action.chunk
 
     @torch.no_grad()
     def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
-        """Concatenates the backbone's last layer at the prefix's last token and the robot's state, [observation, width
-        + state] fp32. observations: of one row each."""
+        """Encodes observations, of one row each, as vectors [observation, width + state] fp32: the last hidden state of
+        the prefix's last token, and the robot's state."""
         policy, observation = self.policy, stack_observations(observations)
         prefix = policy.module.encode(policy.collate(policy.prepare(observation)))
         return torch.cat([prefix.last.float().cpu(), policy.robot_state(observation).float()], 1)
 
     def encode_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> Tensor:
-        """Encodes chunks [executed, action] in the robot's units as vectors: normalised actions, 0 for those that were
-        not executed, and a mask of the executed ones, [chunk, chunk length x (action + 1)] fp32."""
+        """Encodes chunks of executed actions [executed, action], in the robot's units, as vectors [chunk, chunk length
+        x (action + 1)] fp32: normalised actions, padded with 0 to the chunk length, and the mask of executed
+        actions."""
         actions, valid = pad_chunks(chunks, self.chunk_length, self.policy.sim.simulator.action_dim)
         if self.policy.normalizer is not None:
             actions = self.policy.normalizer.from_robot(actions).astype(np.float32)
@@ -77,19 +78,21 @@ class OffPolicyAccess:
 
     @torch.no_grad()
     def sample(self, observations: Sequence[RobotObservation], seeds: Sequence[int], *, logp: bool) -> SampledActions:
-        """Samples a chunk at each observation of one row, as in a rollout. seeds: one for each; logp: whether its
-        log-probability is computed too."""
+        """Samples a chunk at each observation, as in a rollout. observations: of one row each; seeds: one for each
+        observation; logp: whether the log-probabilities of the chunks are computed too."""
         observation = stack_observations(observations)
         return self._sample(self.policy.prepare(observation), self.policy.robot_state(observation), seeds, logp)
 
     def resample(self, rollouts: Rollouts, rows: Sequence[int], seeds: Sequence[int], *, logp: bool) -> SampledActions:
-        """Samples a chunk at the first observation of each of the rollouts `rows`, as in a rollout, with a gradient."""
+        """Samples a chunk at the first observation of each rollout with an index in `rows`, as in a rollout, but keeps
+        the gradient. seeds: one for each row; logp: as in `sample`."""
         policy_steps = [rollouts.inputs[row][0] for row in rows]
         state = torch.stack([policy_step.state for policy_step in policy_steps])
         return self._sample([policy_step.observation for policy_step in policy_steps], state, seeds, logp)
 
     def _sample(self, prepared: list[Any], state: Tensor, seeds: Sequence[int], logp: bool) -> SampledActions:
-        """Samples a chunk for each of n prepared observations and states [n, state]."""
+        """Samples a chunk for each of n observations. prepared: n rows of `prepare`; state: [n, state]; seeds, logp: as
+        in `sample`."""
         policy, module = self.policy, self.policy.module
         prefix = module.encode(policy.collate(prepared))
         observations = torch.cat([prefix.last.detach().float().cpu(), state.float().cpu()], 1)
@@ -98,7 +101,7 @@ class OffPolicyAccess:
         valid = torch.ones(len(seeds), self.chunk_length, dtype=torch.bool, device=policy.device)
         scored = module.head.score(prefix, state, sampled, valid, None, None)["logp"].sum(1) if logp else None
         actions = sampled["actions"].float()
-        if policy.normalizer is None or policy.normalizer.clipped:  # as those that are executed
+        if policy.normalizer is None or policy.normalizer.clipped:  # as the executed actions are
             actions = actions.clamp(-1, 1)
         chunks = torch.cat([actions.flatten(1), valid.float()], 1)
         return SampledActions(observations, chunks, scored)
@@ -107,8 +110,9 @@ class OffPolicyAccess:
     def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
         """Samples a chunk for each prompt as in a rollout, at the `Observation` in its metadata["observation"].
 
-        seeds: one for each prompt; groups: seeds of their groups. Returns single policy steps, whose prompts have the
-        chunk as metadata["proposal"], in the robot's units, and its seed as metadata["proposal_seed"]."""
+        seeds: one for each prompt; groups: for each prompt the seed of its group. Returns rollouts of one policy step,
+        whose prompts have the chunk as metadata["proposal"], [chunk, action] in the robot's units, and its seed as
+        metadata["proposal_seed"]."""
         policy = self.policy
         observation = stack_observations([prompt.metadata["observation"] for prompt in prompts])
         prepared, state = policy.prepare(observation), policy.robot_state(observation)
@@ -130,8 +134,8 @@ class OffPolicyAccess:
 def pad_chunks(
     chunks: Sequence[NDArray[np.float32]], length: int, action_dim: int
 ) -> tuple[NDArray[np.float32], Tensor]:
-    """Pads or truncates chunks [executed, action] to a length. Returns actions [n, length, action], 0 at padding, and
-    which are not padding, [n, length] bool."""
+    """Pads or truncates n chunks [executed, action] to `length` actions. Returns the actions [n, length, action], 0 at
+    padding, and their mask [n, length] bool, False at padding."""
     actions = np.zeros((len(chunks), length, action_dim), np.float32)
     valid = torch.zeros(actions.shape[:2], dtype=torch.bool)
     for i, chunk in enumerate(chunks):
@@ -141,7 +145,7 @@ def pad_chunks(
 
 
 def stack_observations(observations: Sequence[RobotObservation]) -> Observation:
-    """Concatenates observations of one row each to one observation."""
+    """Concatenates n observations of one row each to one observation of n rows."""
     return Observation(
         np.concatenate([observation.images for observation in observations]),
         np.concatenate([observation.state for observation in observations]),

@@ -60,8 +60,9 @@ from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
 
 CONFIG, WEIGHTS = "vla.json", "vla.safetensors"
+MAX_UNSCALED = 1.01  # largest absolute value of a demonstrated action without statistics: 1, and room for rounding
 log = logging.getLogger(__name__)
-Numbers = TypeVar("Numbers", Tensor, NDArray[np.float32])  # of states
+States = TypeVar("States", Tensor, NDArray[np.float32])  # [n, state]
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class PolicyStepBatch:
     state: Tensor  # [step, state]
     sampled: SampledChunks
     valid: Tensor  # [step, chunk] bool, which actions were executed
-    old: Tensor | None  # "prediction" of the policy that sampled; see `Head.score`
-    reference: Tensor | None  # "prediction" of the reference policy
+    old: Tensor | None  # "prediction" under the policy that sampled; see `Head.score`
+    reference: Tensor | None  # "prediction" under the reference policy
 
 
 class Network(nn.Module):
@@ -84,17 +85,18 @@ class Network(nn.Module):
         super().__init__()
         self.backbone, self.head, self.critic, self.privileged = backbone, head, critic, privileged
 
-    def policy_state(self, state: Numbers) -> Numbers:
+    def policy_state(self, state: States) -> States:
         """Returns the part of states [n, state] that the policy itself may read."""
         return state[:, : state.shape[1] - self.privileged]
 
     def forward(self, parts: Sequence[PolicyStepBatch]) -> dict[str, Tensor]:
-        """Scores the policy steps of all `parts`, one part at a time. Returns the fields of `score` of all of them."""
+        """Scores the policy steps of all `parts`, one part at a time. Returns the fields of `score`, concatenated over
+        the parts."""
         fields = map_with_checkpointing(self.score, parts)
         return {name: torch.cat([part[name] for part in fields]) for name in fields[0]}
 
     def score(self, batch: PolicyStepBatch) -> dict[str, Tensor]:
-        """Returns the fields of `Head.score`, and "value" [step] if there is a critic."""
+        """Scores policy steps: returns the fields of `Head.score`, and "value" [step] if there is a critic."""
         prefix = self.encode(batch.inputs)
         fields = self.head.score(
             prefix, self.policy_state(batch.state), batch.sampled, batch.valid, batch.old, batch.reference
@@ -114,7 +116,7 @@ class PlayOptions:
 
     temperature: float
     training: bool  # whether policy steps are recorded, to be scored later
-    num_filmed: int = 0  # so many episodes keep images: in evaluation after every action, in training after every chunk
+    num_filmed: int = 0  # the first episodes, which keep images after every action (training: after every chunk)
     step: int = 0  # finished training steps
     with_expert: bool = False  # whether the actions of the simulator's expert are recorded at every policy step
 
@@ -142,8 +144,8 @@ class VisionLanguageActionPolicy:
         watched: bool = False,
         stores_episodes: bool = False,
     ) -> None:
-        """temperature: of rollouts; heads that have none ignore it. normalizer: of actions; None: the robot takes
-        actions in [-1, 1]. state_statistics: standardise the state; None: it is read as it is. steps_at_once: see
+        """temperature: of rollouts; heads without a temperature ignore it. normalizer: of actions; None: the robot
+        takes actions in [-1, 1]. state_statistics: standardise the state; None: it is read as it is. steps_at_once: see
         `replay`. log: which steps have tables of samples, whose episodes are filmed if `action.film` is set. watched:
         whether all episodes are filmed, because the task needs the images. stores_episodes: whether rollouts keep what
         `trajectories` returns."""
@@ -167,7 +169,7 @@ class VisionLanguageActionPolicy:
 
     @property
     def max_decisions(self) -> int:
-        """Decisions of the longest episode."""
+        """The number of decisions of the longest episode."""
         max_policy_steps = math.ceil(self.action.horizon / self.action.chunk)
         return max_policy_steps * self.module.head.decisions
 
@@ -232,7 +234,7 @@ class VisionLanguageActionPolicy:
             actions = self.normalizer.from_robot(actions).astype(np.float32)
         else:
             max_abs = np.abs(actions).max(axis=(1, 2))
-            if max_abs.max() > 1.01:
+            if max_abs.max() > MAX_UNSCALED:
                 raise UserError(
                     f"the actions of prompt {prompts[int(max_abs.argmax())].id} reach {max_abs.max():.4g}, but without "
                     "action.statistics they must lie in [-1, 1]; set action.statistics to the data set's statistics"
@@ -271,12 +273,13 @@ class VisionLanguageActionPolicy:
     # --- episodes to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: NetworkCall, *, reference: bool = False) -> Replay:
-        """Scores every decision with `model` (`self.module` or the engine around it); masked decisions hold 0.
+        """Scores every decision with `model` (`self.module` or the engine that wraps it); fields are 0 where decisions
+        are masked.
 
-        The policy steps of all episodes form one batch, or parts of `steps_at_once` of them, which the backward pass
-        computes again. If the simulator lost all episodes before their first step, a masked step with a black image is
-        scored, so that fields and shapes are the same as for other batches. reference: whether `model` is the reference
-        policy."""
+        The policy steps of all episodes form one batch, or several parts of `steps_at_once` policy steps, which the
+        backward pass computes again. If the simulator lost all episodes before their first step, a masked step with a
+        black image is scored, so that fields and shapes are the same as for other batches. reference: whether `model`
+        is the reference policy."""
         if not any(rollouts.inputs):
             episodes = Episodes([[self._blank_step()], *([] for _ in rollouts.inputs[1:])], self.device)
         elif isinstance(rollouts.inputs, Episodes):
@@ -323,7 +326,7 @@ class VisionLanguageActionPolicy:
         if "noisy" in fields:
             fields[MATCHING.name] = matching_targets(fields)
         if "std" in fields:
-            fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # padding, which is divided by
+            fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # not 0 at padding, since losses divide by it
         step_index = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(len(rollouts), -1)
         columns = {name.removeprefix(EXTRA): field for name, field in fields.items()}
         value = None if value is None else to_grid(value)
@@ -341,12 +344,13 @@ class VisionLanguageActionPolicy:
         return trajectories
 
     def actions(self, rollouts: Rollouts) -> Tensor:
-        """Returns the current policy's likeliest actions for all observations in `rollouts`, with gradient: [step,
-        chunk, action]."""
+        """Returns the current policy's likeliest actions for all observations in `rollouts`, [policy step, chunk,
+        action], with a gradient."""
         policy_steps = [policy_step for episode in rollouts.inputs for policy_step in episode]
         state = torch.stack([policy_step.state for policy_step in policy_steps]).to(self.device)
         prefix = self.module.encode(self.collate([policy_step.observation for policy_step in policy_steps]))
-        sampling = ActionSampling([0] * len(policy_steps), temperature=0.0, training=False)
+        seeds = [0] * len(policy_steps)  # at temperature 0 only flows, which denoise noise, depend on them
+        sampling = ActionSampling(seeds, temperature=0.0, training=False)
         return self.module.head.act(prefix, self.module.policy_state(state), sampling)["actions"]
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
@@ -369,7 +373,7 @@ class VisionLanguageActionPolicy:
         self, starts: Sequence[Prompt], seeds: Sequence[int], group_seeds: Sequence[int], options: PlayOptions
     ) -> list[EpisodeRecord]:
         """Plays an episode from each start. When the episode in a row of the simulator ends, the row gets the next
-        start. The network runs for the rows whose episodes continue. seeds, group_seeds: one for each start."""
+        start. The network runs only for rows with a running episode. seeds, group_seeds: one for each start."""
         sim, head, critic = self.sim, self.module.head, self.module.critic
         records = [EpisodeRecord(prompt, samples_latents=head.samples_latents) for prompt in starts]
         episode_of_row = list(range(min(len(sim), len(starts))))
@@ -378,6 +382,7 @@ class VisionLanguageActionPolicy:
         step_counts = Counter[int]()
 
         def next_start(row: int) -> tuple[int, str] | None:
+            """Assigns the next waiting episode to `row`: returns its seed and task, None if no episode waits."""
             episode = next(waiting, None)
             if episode is None:
                 return None
@@ -385,7 +390,8 @@ class VisionLanguageActionPolicy:
             return seed_and_task(starts[episode])
 
         def act(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[NDArray], Any]:
-            """Returns the chunks of actions for `rows`, as `play` asks for them, and what `record_steps` needs."""
+            """Returns chunks [row, length, action] that `play` executes one after another, and the context for
+            `record_steps`. rows: the simulator's rows that need a chunk."""
             episodes = [episode_of_row[row] for row in rows]
             for episode, row in zip(episodes, rows, strict=True):
                 if not step_counts[episode]:
@@ -406,7 +412,7 @@ class VisionLanguageActionPolicy:
                 prefix = self.module.encode(inputs)
                 sampled = head.act(prefix, self.module.policy_state(state), sampling)
             values = [0.0] * len(rows) if critic is None else critic(prefix, state).tolist()
-            actions = np.zeros((len(sim), *sampled["actions"].shape[1:]))  # 0 for rows that wait
+            actions = np.zeros((len(sim), *sampled["actions"].shape[1:]))  # 0 for rows without a running episode
             actions[rows] = to_robot_units(sampled["actions"], self.normalizer)
             one_by_one = options.num_filmed and not options.training  # with an image after each action
             chunks = np.split(actions, actions.shape[1], axis=1) if one_by_one else [actions]
@@ -414,7 +420,8 @@ class VisionLanguageActionPolicy:
             return chunks, (prepared, state.cpu(), sampled, values, selected, actions[rows].astype(np.float32))
 
         def record_steps(rows: NDArray[np.int64], steps: list[Step], context: Any) -> None:
-            """Records the simulator's results of the chunks that `act` returned with `context`."""
+            """Records the simulator's results for the chunks of `act`. context: the second value that `act`
+            returned."""
             row_records = [records[episode_of_row[row]] for row in rows]
             for step in steps:
                 for record, row in zip(row_records, rows, strict=True):
@@ -450,7 +457,7 @@ class VisionLanguageActionPolicy:
 
     @torch.no_grad()
     def _blank_step(self) -> PolicyStep:
-        """Returns a policy step with a black image and no executed action."""
+        """Returns a policy step with a black image whose actions are all masked."""
         blank = blank_observation(self.sim, 1)
         prepared, state = self.prepare(blank), self.robot_state(blank).to(self.device)
         sampling = ActionSampling([0], self.temperature.value, groups=[0])
@@ -487,7 +494,7 @@ class VisionLanguageActionPolicy:
             return backbone.cache_rows(backbone.encode(backbone.collate(prepared, self.device), every_layer=False))
 
     def collate(self, prepared: list[Any]) -> dict[str, Tensor]:
-        """Collates rows of `_prepare` to the inputs of `Network.encode`."""
+        """Collates rows of `prepare` to the inputs of `Network.encode`."""
         backbone = self.module.backbone
         collate = backbone.collate_cached if self.caches_prefixes else backbone.collate
         return collate(prepared, self.device)
@@ -497,7 +504,8 @@ class VisionLanguageActionPolicy:
     ) -> Rollouts:
         """Makes rollouts of episodes. The mask [episode, step x decision] is True for decisions of executed actions.
 
-        single: whether they are single policy steps of no episode, from which a critic does not learn."""
+        single: whether each rollout is one policy step outside an episode, such as a demonstration, from which a critic
+        does not learn."""
         head = self.module.head
         max_steps = max(1, *map(len, policy_steps))
         mask = torch.zeros(len(policy_steps), max_steps, head.decisions, dtype=torch.bool)
@@ -510,13 +518,19 @@ class VisionLanguageActionPolicy:
         rollouts = Rollouts(samples=samples, inputs=policy_steps, group=group, mask=mask.flatten(1))
         if single and self.module.critic is not None:
             zeros = torch.zeros(len(samples), 1)
-            rollouts.extras["steps"] = Steps(zeros.bool(), zeros, zeros.clone(), zeros.bool(), zeros.clone())
+            rollouts.extras["steps"] = Steps(
+                mask=zeros.bool(),
+                rewards=zeros,
+                values=zeros.clone(),
+                terminated=zeros.bool(),
+                bootstrap=zeros.clone(),
+            )
         return rollouts
 
 
 def warn_of_ranges(normalizer: ActionNormalizer, actions: NDArray[np.float32]) -> bool:
     """Logs a warning if demonstrated actions [n, action] lie outside the range of the policy's actions. Returns whether
-    it did."""
+    a warning was logged."""
     warnings = list(check_demonstrations(normalizer, actions.astype(np.float64)))
     for warning in warnings:
         log.warning(warning)
@@ -547,7 +561,7 @@ def num_filmed_rollouts(action: Actions, log: Log, step: int, group_size: int) -
 
 def matching_targets(fields: dict[str, Tensor]) -> MatchingTargets:
     """Moves the fields that `FlowHead` adds for `ActionContrast` out of `fields` and returns them as matching targets.
-    Their errors are 0 for policy steps that do not exist, since all fields are."""
+    At padding all fields are 0, so their errors are 0 too."""
     sigma = fields.pop("sigma")
     return MatchingTargets(
         noisy=fields.pop("noisy"),
@@ -563,7 +577,7 @@ def matching_targets(fields: dict[str, Tensor]) -> MatchingTargets:
 def save(
     folder: Path, network: Network, action: Actions, state: dict[str, Tensor], state_statistics: StateStatistics | None
 ) -> None:
-    """Saves a network as `VisionLanguageActionPolicy.save` does. state: state dict of `network`."""
+    """Saves a network and its settings; see `VisionLanguageActionPolicy.save`. state: state dict of `network`."""
     weights = {name: value.contiguous() for name, value in state.items() if not name.startswith("backbone.")}
     network.backbone.save(folder, without_prefix("backbone.", state))
     head_weights = network.head.save(folder, without_prefix("head.", weights))

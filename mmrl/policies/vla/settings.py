@@ -91,11 +91,11 @@ class ActionHead(Choice):
 
     @property
     def checkpoint_head(self) -> ActionHead:
-        """The settings of the head that the checkpoint holds: the base of a head that is built around one, else
+        """The settings of the head that the checkpoint holds: the base, if this head is built around a base head, else
         self."""
         return self
 
-    def check_chunk(self, chunk: int) -> None:  # noqa: B027  (most heads support any)
+    def check_chunk(self, chunk: int) -> None:  # noqa: B027  (most heads support any length)
         """Raises ValueError for a chunk length that the head does not support."""
 
     @abstractmethod
@@ -173,11 +173,11 @@ class ActionMatching(MatchingLikelihood, ActionLikelihood):
 
 
 class ActionContrast(Draws, ActionLikelihood):
-    """Errors of implicit policies on both sides of the old one, for algorithm.type=contrast. Each sampled noise level
-    is a decision; actions that were not executed are masked."""
+    """Errors of two implicit policies, one on each side of the old policy, for algorithm.type=contrast. Each sampled
+    noise level is a decision; actions that were not executed are masked."""
 
     equation: ClassVar[str] = (
-        "noisy = (1 - s) data + s noise, s of Beta(1.5, 1); a policy's error is that of noisy - s v from data"
+        "noisy = (1 - s) data + s noise, s of Beta(1.5, 1); a policy's error is the distance of noisy - s v from data"
     )
     source: ClassVar[str] = "DiffusionNFT, arXiv 2509.16117, over chunks of actions"
     test: ClassVar[str] = "tests/policies/vla/test_contrast.py"
@@ -197,7 +197,7 @@ class LearnedNoise(ActionLikelihood):
     range: tuple[float, float] = option((0.08, 0.16), "range of the learned standard deviation")
 
     @model_validator(mode="after")
-    def _rises(self) -> LearnedNoise:
+    def _range_is_valid(self) -> LearnedNoise:
         if not 0 < self.range[0] <= self.range[1]:
             raise ValueError(f"range must hold two positive numbers, the smaller one first, got {self.range}")
         return self
@@ -241,7 +241,7 @@ class TaughtFlow(ActionFlow):
     """An action expert that learns from demonstrations by flow matching."""
 
     draws: int = option(4, "noise levels, each with noise, that are sampled for a chunk", ge=1)
-    reduction: Literal["mean", "sum"] = option("mean", "of the error over the elements of a chunk")
+    reduction: Literal["mean", "sum"] = option("mean", "how the error is reduced over the elements of a chunk")
 
     @property
     def likelihood(self) -> ActionMatching:
@@ -306,7 +306,7 @@ class BridgeActions(LaplaceActions):
     source: ClassVar[str] = "VLA-Adapter, arXiv 2509.09372"
     type: str = "bridge"
     architecture_keys: ClassVar[tuple[str, ...]] = ("width", "depth", "queries")
-    width: int = option(128, "of the bridge", ge=1)
+    width: int = option(128, "width of the bridge", ge=1)
     depth: int = option(3, "blocks, one for each of the backbone's last layers", ge=1)
     queries: int = option(16, "queries that the backbone reads", ge=1)
 
@@ -351,7 +351,7 @@ class InvertibleActions(ActionHead):
     type: str = "invertible"
     accepts_state_only: ClassVar[bool] = True
     architecture_keys: ClassVar[tuple[str, ...]] = ("width", "layers", "steps", "mix", "scale")
-    steps: int = option(5, "of the flow", unit="steps", ge=1)
+    steps: int = option(5, "steps of the flow", unit="steps", ge=1)
     mix: float = option(0.9, "p: weight of a copy itself when the two are mixed at each step", gt=0.5, lt=1)
     scale: float = option(0.5, "standard deviation of the noise", gt=0)
     apart: float = option(
@@ -500,8 +500,8 @@ class EpisodeEvaluation(Section):
     temperature: float = option(0.0, "scale of the head's randomness; 0: the likeliest actions", ge=0)
     decoding: Literal["both", "greedy", "sampled"] = option(
         "both",
-        "how mmrl eval samples. greedy: at `temperature`; sampled: at that of rollouts; both: each episode is played "
-        "twice",
+        "how mmrl eval samples. greedy: at `temperature`; sampled: at rollout.temperature; both: each episode is "
+        "played twice",
     )
 
 
@@ -532,12 +532,12 @@ class VisionLanguageActionModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")
-        of_policy: frozenset[Offer] = frozenset({"lengths", "critic", Stepwise, EpisodeStoring, OffPolicyLearning})
-        of_demonstrations: frozenset[Offer] = frozenset(
+        policy_offers: frozenset[Offer] = frozenset({"lengths", "critic", Stepwise, EpisodeStoring, OffPolicyLearning})
+        demonstration_offers: frozenset[Offer] = frozenset(
             {"demonstrations", ExpertLabelling} if action.head.mixes_demonstrations else ()
         )
-        of_labels: frozenset[Offer] = frozenset({AdvantageLabelling} if action.labels is not None else ())
-        offers = action.head.offers | of_policy | of_demonstrations | of_labels
+        label_offers: frozenset[Offer] = frozenset({AdvantageLabelling} if action.labels is not None else ())
+        offers = action.head.offers | policy_offers | demonstration_offers | label_offers
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 

@@ -12,10 +12,10 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.heads.codec import ActionNormalizer
 from mmrl.sims import VectorSim
 
-EPISODES = 32
-FIRST_SEED = 1 << 31  # of start states that neither training nor evaluation uses
+EPISODES = 32  # from which statistics are measured
+FIRST_SEED = 1 << 31  # seeds of start states that neither training nor evaluation uses
 MIN_STD = 0.01  # in the state's units (m, rad, per second), so that nearly constant numbers are not amplified
-MAX_ABS = 10.0  # of a standardised number
+MAX_ABS = 10.0  # bound of a standardised number
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StateStatistics:
 
     @staticmethod
     def from_json(tree: dict[str, Any], state_dim: int) -> StateStatistics:
-        """Reads what `to_json` returned. Raises UserError if its length is not `state_dim`."""
+        """Rebuilds statistics from the result of `to_json`. Raises UserError if their length is not `state_dim`."""
         if len(tree["mean"]) != state_dim:
             raise UserError(
                 f"the model was trained on states of {len(tree['mean'])} numbers, but the simulator's have "
@@ -48,9 +48,9 @@ class StateStatistics:
 def measure_statistics(
     sim: VectorSim, normalizer: ActionNormalizer | None, episodes: int = EPISODES
 ) -> StateStatistics:
-    """Plays `episodes` with random actions, over the simulator's tasks in turn, and returns the statistics of their
-    states. normalizer: converts actions from [-1, 1] to the robot's units; None: they are the same. The result is
-    deterministic."""
+    """Plays `episodes` episodes with random actions, with the simulator's tasks in turn, and returns the statistics of
+    their states. normalizer: converts actions from [-1, 1] to the robot's units; None: these are [-1, 1] too. The
+    result is deterministic."""
     rng, observed_states = np.random.default_rng(0), []
     for first in range(0, episodes, len(sim)):
         indices = range(first, min(first + len(sim), episodes))

@@ -25,13 +25,14 @@ from mmrl.policies.vla.settings import Actions
 FeatureType = Literal["action", "state"]
 Normalisation = Literal["quantiles", "min_max", "mean_std"]
 Entry = Mapping[str, Any]  # statistics of one feature, by name such as "mean"
+# The two statistics that each normalisation needs.
 BOUNDS: dict[Normalisation, tuple[str, str]] = {
     "quantiles": ("q01", "q99"),
     "min_max": ("min", "max"),
     "mean_std": ("mean", "std"),
 }
-NUMBERS = ("mean", "std", "min", "max", "q01", "q10", "q50", "q90", "q99")
-NAMES: dict[FeatureType, tuple[str, ...]] = {
+STATISTIC_NAMES = ("mean", "std", "min", "max", "q01", "q10", "q50", "q90", "q99")
+FEATURE_NAMES: dict[FeatureType, tuple[str, ...]] = {
     "action": ("action", "actions"),
     "state": ("proprio", "observation.state", "state"),
 }
@@ -39,7 +40,8 @@ FILES = (
     *("dataset_statistics.json", "norm_stats.json", "stats.json", "meta/stats.json"),
     *("episodes_stats.jsonl", "meta/episodes_stats.jsonl", "config.json"),
 )
-SIZE_OWNER: dict[FeatureType, str] = {"action": "the robot takes", "state": "the simulator's state has"}
+# Subject and verb of the message that an entry has the wrong length.
+SIZE_SUBJECT: dict[FeatureType, str] = {"action": "the robot takes", "state": "the simulator's state has"}
 log = logging.getLogger(__name__)
 
 
@@ -52,23 +54,23 @@ class DataSetStatistics:
     features: Mapping[str, Entry]  # by their names in the file
 
     def entry(self, feature_type: FeatureType) -> tuple[str, Entry]:
-        """Returns the entry of actions or states, after its name for messages. Raises UserError if there is none."""
+        """Returns the name (for messages) and the entry of actions or states. Raises UserError if there is none."""
         for name, entry in self.features.items():
-            if ends_with(name, NAMES[feature_type]):
-                return self._full(name), entry
+            if ends_with(name, FEATURE_NAMES[feature_type]):
+                return self._full_name(name), entry
         held = f"; it holds {', '.join(self.features) or 'nothing'}"
         if not self.name:
-            names = " or ".join(NAMES[feature_type])
+            names = " or ".join(FEATURE_NAMES[feature_type])
             raise UserError(f"{self.where} has no statistics of {feature_type}s ({names}){held}")
-        raise UserError(f"{self.where}: {self._full(NAMES[feature_type][0])} is missing{held}")
+        raise UserError(f"{self.where}: {self._full_name(FEATURE_NAMES[feature_type][0])} is missing{held}")
 
-    def _full(self, name: str) -> str:
-        """Returns the name of a feature after that of its data set."""
+    def _full_name(self, name: str) -> str:
+        """Returns the name of a feature with the name of its data set in front."""
         return name if not self.name or name.startswith(f"{self.name}.") else f"{self.name}.{name}"
 
     @property
     def where(self) -> str:
-        """The option and file that messages begin with."""
+        """The beginning of messages: the option and its value."""
         return f"action.statistics={self.path}"
 
     def numbers(self, feature_type: FeatureType, statistic: str, size: int) -> NDArray[np.float64]:
@@ -78,7 +80,7 @@ class DataSetStatistics:
         if statistic not in entry:
             held = f"; it holds {', '.join(entry)}" if entry else ""
             raise UserError(f"{self.where}: {name}.{statistic} is missing{held}")
-        self._check_length(f"{name}.{statistic}", entry[statistic], size, SIZE_OWNER[feature_type])
+        self._check_length(f"{name}.{statistic}", entry[statistic], size, SIZE_SUBJECT[feature_type])
         try:
             values = np.array(entry[statistic], float)
         except (TypeError, ValueError) as error:
@@ -88,19 +90,21 @@ class DataSetStatistics:
         return values
 
     def mask(self, feature_type: FeatureType, size: int) -> NDArray[np.bool_]:
-        """Returns which numbers are normalised, [size] bool: those of OpenVLA's "mask", or all without one."""
+        """Returns which numbers are normalised, [size] bool: the entry's "mask", which OpenVLA writes, or all if it has
+        none."""
         name, entry = self.entry(feature_type)
         mask = entry.get("mask", [True] * size)
-        self._check_length(f"{name}.mask", mask, size, SIZE_OWNER[feature_type])
+        self._check_length(f"{name}.mask", mask, size, SIZE_SUBJECT[feature_type])
         return np.array(mask, bool)
 
-    def _check_length(self, name: str, values: object, size: int, size_owner: str) -> None:
-        """Raises UserError if `values` is not a list of `size`. size_owner: what has that size, in words."""
+    def _check_length(self, name: str, values: object, size: int, size_subject: str) -> None:
+        """Raises UserError if `values` is not a list of length `size`. size_subject: see `SIZE_SUBJECT`."""
         if not isinstance(values, list):
             raise UserError(f"{self.where}: {name} must be a list of numbers")
         if len(values) != size:
             raise UserError(
-                f"{self.where}: {name} has {len(values)} numbers, but {size_owner} {size}; use statistics of this robot"
+                f"{self.where}: {name} has {len(values)} numbers, but {size_subject} {size}; use statistics of this "
+                "robot"
             )
 
 
@@ -110,8 +114,9 @@ def ends_with(name: str, features: Sequence[str]) -> bool:
 
 
 def load_action_statistics(action: Actions, action_dim: int) -> ActionStatistics | None:
-    """Loads the statistics that the `action` section names. Returns None if it names none, or if they replace those of
-    a LeRobot checkpoint, which are read with it. Raises UserError as `load_statistics`."""
+    """Loads the statistics that action.statistics names. Returns None if it is not set, and with
+    action.replace_statistics, since a LeRobot checkpoint's processors then load them. Raises UserError as
+    `load_statistics`."""
     if action.statistics is None or action.replace_statistics:
         return None
     bounded = action.head.checkpoint_head.bounded
@@ -126,7 +131,7 @@ def load_statistics(
     """Reads the statistics that normalise actions.
 
     path, key: see `read`. bounded: whether the policy's actions are clipped to [-1, 1]. normalisation: which statistics
-    become -1 and 1; None: quantiles, or min and max if the file has no quantiles.
+    are mapped to -1 and 1; None: quantiles, or min and max if the file has no quantiles.
 
     Raises UserError if a statistic is missing, unknown or not of length `action_dim`, and for mean_std if actions are
     `bounded`.
@@ -189,18 +194,19 @@ def _default_normalisation(data_set: DataSetStatistics, feature_type: FeatureTyp
 def _range(
     data_set: DataSetStatistics, feature_type: FeatureType, size: int, normalisation: Normalisation
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-    """Returns the values that become -1 and 1, and which numbers are normalised, [size] each. Raises UserError if they
-    are not finite or do not rise."""
+    """Returns the values that are mapped to -1 and to 1, and the mask of normalised numbers, [size] each. Raises
+    UserError if a value is not finite, or if the first is above the second."""
     first, second = BOUNDS[normalisation]
     low, high = (data_set.numbers(feature_type, statistic, size) for statistic in (first, second))
     mask = data_set.mask(feature_type, size)
     name = data_set.entry(feature_type)[0]
     if normalisation == "mean_std":
-        if not (np.isfinite(low) & np.isfinite(high) & (high >= 0))[mask].all():
+        mean, std = low, high
+        if not (np.isfinite(mean) & np.isfinite(std) & (std >= 0))[mask].all():
             raise UserError(
-                f"{data_set.where}: {name}.mean and std must be finite, std at least 0, got {low} and {high}"
+                f"{data_set.where}: {name}.mean and std must be finite, std at least 0, got {mean} and {std}"
             )
-        low, high = low - high, low + high
+        low, high = mean - std, mean + std
     if not (np.isfinite(low) & np.isfinite(high) & (low <= high))[mask].all():
         raise UserError(f"{data_set.where}: {name}.{first} must be finite and at most {second}, got {low} and {high}")
     return low, high, mask
@@ -223,27 +229,28 @@ def _data_sets(path: str) -> dict[str, dict[str, Entry]]:
             f"action.statistics={path}: expected a mapping from data sets to statistics, in {file.name}, as OpenVLA's "
             "dataset_statistics.json, LeRobot's meta/stats.json or openpi's norm_stats.json"
         )
-    if not any(set(NUMBERS) & set(value) for value in tree.values()):  # data sets, not features
+    if not any(set(STATISTIC_NAMES) & set(value) for value in tree.values()):  # data sets, not features
         return {
             name: {n: entry for n, entry in features.items() if isinstance(entry, dict)}
             for name, features in tree.items()
         }
     grouped: dict[str, dict[str, Entry]] = {}
     for name, entry in tree.items():
-        for feature in sorted((*NAMES["action"], *NAMES["state"]), key=len, reverse=True):
+        for feature in sorted((*FEATURE_NAMES["action"], *FEATURE_NAMES["state"]), key=len, reverse=True):
             if ends_with(name, [feature]):
                 grouped.setdefault(name.removesuffix(feature).rstrip("."), {})[name] = entry
                 break
     if not grouped:
         raise UserError(
-            f"action.statistics={path} has no statistics of actions ({' or '.join(NAMES['action'])}); it holds "
+            f"action.statistics={path} has no statistics of actions ({' or '.join(FEATURE_NAMES['action'])}); it holds "
             f"{', '.join(tree)}"
         )
     return grouped
 
 
 def _find_file(path: str) -> Path:
-    """Returns `path`, or the file of statistics in it if it is a folder. Raises UserError for none or several."""
+    """Returns `path`, or the file of statistics in it if it is a folder. Raises UserError if the folder has no such
+    file, or several."""
     folder = Path(path)
     if not folder.is_dir():
         return folder
@@ -257,9 +264,13 @@ def _find_file(path: str) -> Path:
 
 
 def _pool_episodes(file: Path) -> dict[str, Entry]:
-    """Computes the statistics of all frames, by feature, from a file with a line for each episode."""
+    """Computes the statistics of all frames, by feature, from a JSON lines file with the statistics of each episode."""
     episodes = [json.loads(line)["stats"] for line in file.read_text().splitlines() if line.strip()]
-    names = [name for name in (episodes[0] if episodes else {}) if ends_with(name, (*NAMES["action"], *NAMES["state"]))]
+    names = [
+        name
+        for name in (episodes[0] if episodes else {})
+        if ends_with(name, (*FEATURE_NAMES["action"], *FEATURE_NAMES["state"]))
+    ]
     return {name: _pool([episode[name] for episode in episodes]) for name in names}
 
 

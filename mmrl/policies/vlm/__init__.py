@@ -1,1 +1,1 @@
-"""Vision-language models as policies: one decision a response token."""
+"""Vision-language models as policies: each response token is a decision."""

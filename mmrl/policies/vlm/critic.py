@@ -15,7 +15,7 @@ WEIGHTS = "critic.safetensors"
 
 
 class TokenCritic(nn.Module):
-    """Predicts the value of a prompt and the response so far from the hidden state of the last token, by an MLP whose
+    """An MLP that predicts the value of a prompt and the response so far from the hidden state of the last token. Its
     last layer is initialised to 0."""
 
     def __init__(self, settings: SharedCritic, width: int) -> None:
@@ -35,8 +35,8 @@ class TokenCritic(nn.Module):
 
 
 def critic_of(model: PreTrainedModel, settings: SharedCritic, folder: Path) -> TokenCritic:
-    """Builds a critic for a model, with its dtype and on its device, and loads the critic's weights if `folder` has
-    them. Raises UserError if these have other shapes than the settings give."""
+    """Builds a critic with the dtype and on the device of `model`, and loads the critic's weights if `folder` has them.
+    Raises UserError if the loaded weights do not have the shapes that `settings` define."""
     critic = TokenCritic(settings, model.config.get_text_config().hidden_size)
     read_critic(critic, folder)
     return critic.to(device=model.device, dtype=model.dtype)
@@ -59,7 +59,7 @@ def read_critic(critic: TokenCritic, folder: Path) -> None:
         )
         if expected_shape != stored_shape:
             raise UserError(
-                f"{folder / WEIGHTS}: the weight {name} is {stored_shape}, but {expected_shape} by algorithm.critic; "
+                f"{folder / WEIGHTS}: the shape of {name} is {stored_shape}, but {expected_shape} in algorithm.critic; "
                 "set algorithm.critic as in the run that trained it"
             )
     critic.load_state_dict(stored)

@@ -15,7 +15,7 @@ from mmrl.rollouts import Prompt
 
 @dataclass(eq=False)
 class Draft:
-    """An unfinished response. The weights of the engine that samples it may change before it is finished."""
+    """An unfinished response. The weights of the engine that samples its tokens may change before it is finished."""
 
     prompt: Prompt
     request: Request  # for the full response; its `limit` is the maximum number of response tokens
@@ -34,16 +34,16 @@ class Draft:
         return replace(request, seed=seed, limit=min(max_tokens, self.request.limit - length))
 
     def state(self) -> dict[str, Tensor | None]:
-        """Returns the values to checkpoint, from which `Drafter.restore` rebuilds this draft of the same prompt and
-        seed."""
+        """Returns the values to checkpoint. From them `Drafter.restore` rebuilds this draft, given a new draft of the
+        same prompt and seed."""
         return {"response": self.tokens.response, "logp": self.logp, "experts": self.tokens.experts}
 
     def append(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
         """Appends sampled tokens to the response.
 
         ids: [token] int64; logp: their log-probabilities, [token]; experts: [token, layer, k] int16, the experts of all
-        tokens of prompt and response except the last one, None if routing is not recorded. Experts that are recorded
-        already stay: they belong to the weights that sampled the next token, as its log-probability does.
+        tokens of prompt and response except the last one, None if routing is not recorded. Experts of earlier tokens
+        that were recorded before are kept: like log-probabilities, they belong to the weights of that time.
         """
         old = self.tokens.experts
         if experts is not None and old is not None:

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 def synced(
     config: JobConfig, settings: VLLMGenerator, policy: VisionLanguagePolicy, source: Source, ranks: Ranks
 ) -> Synced:
-    """Builds the vLLM engines of a job, which get the policy's weights at each step and are checked to have them.
+    """Builds the vLLM engines of a job. The result sends them the policy's weights at each step, and checks that they
+    compute with these.
 
-    source: prompts, of which the first `settings.probes` check the engines. Raises UserError if an engine cannot start.
+    source: prompts; the first `settings.probes` of them are the probes of `Synced`. Raises UserError if an engine
+    cannot start.
     """
     options = engine_options(config, settings, policy)
     if settings.routing_replay:

@@ -51,13 +51,14 @@ VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
 def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Task | None = None) -> VisionLanguagePolicy:
-    """Loads the policy of a job. path: a folder or a hub name. task: gives prompts to try the chat template with.
+    """Loads the policy of a job. path: a folder or a hub name. task: some of its prompts are tried with the chat
+    template.
 
     Raises UserError as `load_model`, and if responses may be as long as the context of the model.
     """
     rollout: TokenLimits = config.rollout
     engine: TokenEngine = config.engine
-    model, processor = load_model(path, settings, first_conversations(task))
+    model, processor = load_model(path, settings, some_conversations(task))
     text = transformers_model(model).config.get_text_config()
     max_response_length, context = rollout.max_response_length.extremes[1], text.max_position_embeddings
     if max_response_length >= context:
@@ -108,7 +109,7 @@ class VisionLanguageSettings(Protocol):
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """Returns the configuration of the transformers model at `path`, or of the base model of the LoRA there. Raises
+    """Returns the configuration of the transformers model at `path`, or of its base model if `path` is a LoRA. Raises
     UserError if there is none, or if it needs code of its own (trust_remote_code)."""
     try:
         return AutoConfig.from_pretrained(base_of(path), trust_remote_code=False)
@@ -154,9 +155,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     return tokenizer_class.from_pretrained(path, trust_remote_code=False)
 
 
-def first_conversations(task: Task | None) -> list[Sequence[Message]]:
-    """Returns up to eight prompts of a task as messages, with which the chat template is tried; none if an environment
-    writes the messages."""
+def some_conversations(task: Task | None) -> list[Sequence[Message]]:
+    """Returns prompts of a task as messages, with which the chat template is tried: up to four for training and four
+    for evaluation, spread over the data. Returns [] if an environment writes the messages."""
     if task is None or isinstance(task, ConversationTask) and task.environment is not None:
         return []
     conversations: list[Sequence[Message]] = []
@@ -174,7 +175,8 @@ def first_conversations(task: Task | None) -> list[Sequence[Message]]:
 def load_model(
     path: str, settings: VisionLanguageSettings, conversations: Sequence[Sequence[Message]] = ()
 ) -> tuple[nn.Module, Processor]:
-    """Loads an image-text model and its processor, with the LoRA at `path`, or with a new one if the settings say so.
+    """Loads an image-text model and its processor, with the LoRA at `path`, or with a new LoRA if `settings.lora` is
+    set.
 
     conversations: messages that the chat template must accept, which is tried before weights are loaded. Raises
     UserError if there is no model at `path`, if it does not read images and write text, or if its template refuses a
@@ -217,9 +219,11 @@ def base_of(path: str) -> str:
 
 
 def adapt(model: nn.Module, path: str, *, freeze: Sequence[str], lora: LoRA | None) -> nn.Module:
-    """Returns `model` with the LoRA at `path` if there is one, or with a new one if `lora` is given, and freezes parts.
+    """Returns `model` with the LoRA at `path` if there is one, or with a new LoRA if `lora` is given, and freezes
+    parts.
 
-    freeze: of "vision", "connector", "language". Raises UserError if lora.targets match no module.
+    freeze: names of parts, among "vision", "connector" and "language". Raises UserError if lora.targets match no
+    module.
     """
     has_lora = (Path(path) / "adapter_config.json").is_file()
     if has_lora or lora is not None:
@@ -232,10 +236,10 @@ def adapt(model: nn.Module, path: str, *, freeze: Sequence[str], lora: LoRA | No
             model = peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=lora.peft_init))
         except ValueError as error:  # cut, because its text continues with the class and the files of the model
             raise UserError(
-                f"model.lora.targets={lora.targets} fit no module of the model ({error!s:.120}); name linear layers, "
-                "or set all-linear"
+                f"model.lora.targets={lora.targets} matches no module of the model ({error!s:.120}); name linear "
+                "layers, or set all-linear"
             ) from None
-    for name, parameter in model.named_parameters():  # of the LoRA too
+    for name, parameter in model.named_parameters():  # those of the LoRA too
         if part_of(name) in freeze:
             parameter.requires_grad_(False)
     return model

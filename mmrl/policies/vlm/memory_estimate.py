@@ -62,7 +62,8 @@ def model_config(path: str) -> PreTrainedConfig:
 
 
 def network(path: str, *, dtype: str, freeze: Sequence[str], lora: LoRA | None) -> nn.Module:
-    """Builds the model that `loading.load_model` would load, on the meta device, which holds no weights."""
+    """Builds the model that `loading.load_model` would load, with its LoRA, on the meta device, which holds no
+    weights."""
     with on_meta(dtype):
         model: nn.Module = AutoModelForImageTextToText.from_config(model_config(path), attn_implementation="sdpa")
         if (Path(path) / "adapter_config.json").is_file():
@@ -78,13 +79,14 @@ def decoder(model: nn.Module) -> Any:
 
 
 def last_hidden(model: nn.Module, rows: int, length: int, *, requires_grad: bool) -> Tensor:
-    """Runs the decoder on the meta device; returns last hidden states [rows, length, hidden size]. requires_grad: of
-    the embeddings that go in."""
+    """Runs the decoder on the meta device; returns last hidden states [rows, length, hidden size]. requires_grad:
+    whether the input embeddings require a gradient."""
     core = decoder(model)
     dtype = next(model.parameters()).dtype
     width = core.get_input_embeddings().embedding_dim
     tokens = torch.empty(rows, length, width, device="meta", dtype=dtype, requires_grad=requires_grad)
     mask = full_attention_mask(rows, length)
+    # Multimodal rotary embeddings (mrope) take positions in time, height and width.
     position_ids = torch.zeros(3, rows, length, dtype=torch.long, device="meta")
     options = {"position_ids": position_ids} if "mrope_section" in str(core.config.to_dict()) else {}
     out: Tensor = core(inputs_embeds=tokens, attention_mask=mask, use_cache=False, **options).last_hidden_state
@@ -92,8 +94,8 @@ def last_hidden(model: nn.Module, rows: int, length: int, *, requires_grad: bool
 
 
 def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) -> MemoryModel:
-    """Returns the memory model of a job, for prompts and responses of maximum length; the tokens of images are part of
-    a prompt. Raises UserError as `load_config`."""
+    """Returns the network and the passes whose memory is estimated, for prompts (image tokens included) and responses
+    of maximum length. Raises UserError as `load_config`."""
     rollout: TokenLimits = config.rollout
     engine: TokenEngine = config.engine
     model = network(path, dtype=settings.dtype, freeze=list(settings.freeze), lora=settings.lora)
@@ -105,13 +107,15 @@ def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) ->
     core = decoder(model)
     text, bytes_per_number = core.config, torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
+    # Under ZeRO-3 each response has its own prefill; otherwise the responses of a group share one.
     rows_per_prompt = config.group_size if config.engine.zero_stage < 3 else 1
-    batch_rows = engine.longest_at_once(config.engine.micro_batch, length)
+    batch_rows = engine.max_rows(config.engine.micro_batch, length)
     notes = [f"a micro-batch is {batch_rows} responses of up to {length} tokens, prompts included"]
 
     def train(rows: int) -> Tensor:
+        """Runs the forward pass of a micro-batch of at most `rows` responses."""
         frozen = settings.lora is None and "language" in settings.freeze
-        return last_hidden(model, engine.longest_at_once(rows, length), length, requires_grad=not frozen)
+        return last_hidden(model, engine.max_rows(rows, length), length, requires_grad=not frozen)
 
     memory = MemoryModel(
         model,
@@ -147,5 +151,5 @@ def image_activations(model: nn.Module, rows: int, rollout: TokenLimits, setting
     vision = transformers_model(model).config.vision_config
     depth = vision.to_dict().get("depth") or vision.num_hidden_layers
     patches = rows * rollout.max_prompt_length * 4
-    per_layer = 2 if settings.activation_checkpointing else LAYER_BYTES
+    per_layer = 2 if settings.activation_checkpointing else LAYER_BYTES  # 2: only the input of a layer is kept
     return float(per_layer * patches * vision.hidden_size * depth + LAYER_BYTES * patches * vision.hidden_size)

@@ -1,4 +1,4 @@
-"""Vision-language models as policies: any transformers image-text model, one decision a response token."""
+"""Vision-language models as policies: any transformers image-text model; each response token is a decision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mmrl.policies.vlm.responses.replay import ResponseReplay, lengths_of
 from mmrl.policies.vlm.responses.runner import Lockstep, ModelRunner
 from mmrl.policies.vlm.responses.teachers import VisionLanguageTeachers
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
-from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
+from mmrl.policies.vlm.scorer import TokenScorer, set_checkpointing, transformers_model
 from mmrl.protocols.parts import PromptCheck, PromptReader
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.runtime.files import use_default_mode
@@ -37,7 +37,7 @@ from mmrl.schedules.schedule import Schedule, constant
 
 
 class VisionLanguagePolicy:
-    """Turns prompts into rollouts and rollouts into log-probabilities.
+    """Samples rollouts for prompts and computes the log-probabilities of rollouts.
 
     Replay uses the token ids that were sampled; text is decoded for rewards only. Parts: `tokens` converts between text
     and ids, `runner` runs the model, `drafter` samples responses, `likelihoods` computes their log-probabilities.
@@ -67,21 +67,21 @@ class VisionLanguagePolicy:
         core, sampling = transformers_model(model), sampling or Sampling()
         limit = max_response_length if isinstance(max_response_length, Schedule) else constant(max_response_length)
         self.tokens = tokens = ChatTokenizer(processor, core, max_prompt_length, limit)
-        # Where environments change prompts, it checks the prompt before the change.
+        # If an environment changes prompts, the prompt before the change is checked.
         self.prompt_problem: PromptCheck = tokens.encoder.prompt_problem
         self.image_resize = resize_options(processor)
-        # A checkpoint's own generation defaults (repetition penalty, top_k) would silently change the sampler.
+        # The checkpoint's generation config (repetition penalty, top_k) would silently change the sampler.
         core.generation_config = GenerationConfig(eos_token_id=list(tokens.eos), pad_token_id=tokens.pad)
         self.temperature = constant(sampling.temperature) if temperature is None else temperature
         vocabulary = core.get_output_embeddings().weight.shape[0]
-        # Temperature 1: logits are divided by the temperature of each rollout elsewhere
+        # Temperature 1: `TokenScorer` divides the logits by the temperature of each rollout
         token_sampling = replace(sampling, temperature=1.0, suppressed=tokens.suppressed, vocabulary=vocabulary)
         self.evaluation_temperature = evaluation_temperature
         self.module = TokenScorer(model, token_sampling, logp_chunk)
         self.module.eval()  # dropout would make replay differ from sampling
         self.runner = ModelRunner(self.module, tokens, gathers=gathers, packing=packing)
         self.work = PolicyWork([self.runner.flops.tally], token_units)
-        recompute(self.module, True)
+        set_checkpointing(self.module, True)
         self.drafter = Drafter(self.runner, token_sampling, self.temperature)
         self.likelihoods = ResponseReplay(self.runner, segment)
         self.segments = self.likelihoods.segments
@@ -91,7 +91,7 @@ class VisionLanguagePolicy:
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """All ids that end a response."""
+        """The ids of all tokens that end a response."""
         return self.tokens.eos
 
     def set_prompt_reader(self, reader: PromptReader) -> None:
@@ -104,7 +104,8 @@ class VisionLanguagePolicy:
         return int(self.tokens.response_limit.extremes[1])
 
     def set_engine(self, engine: TrainingEngine) -> None:
-        """Has all ranks of `engine` make the same number of forward passes under ZeRO-3, as its collectives require."""
+        """Under ZeRO-3, makes all ranks of `engine` compute equally many forward passes, as its collective calls
+        require."""
         if engine.zero_stage == 3:
             self.runner.lockstep = Lockstep(engine.max, engine.gathered_weights)
 
@@ -128,7 +129,7 @@ class VisionLanguagePolicy:
         """Samples `group_size` responses per prompt; the group of a rollout is the index of its prompt.
 
         seeds: one per rollout, prompt by prompt. step: not used, sampling is the same at every step. temperature,
-        max_response_length (tokens): None for the current ones. With an engine, the engine generates.
+        max_response_length (tokens): None for the values of the current step. If `self.engine` is set, it generates.
         """
         sampling_temperature = self.temperature.value if temperature is None else temperature
         limit = max_response_length or self.tokens.max_response_length
@@ -194,7 +195,7 @@ class VisionLanguagePolicy:
         return reuse.join_responses(self.tokens, first, second, text)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        """Returns the same responses, to prompts that `change` has changed, such as ones with masked images."""
+        """Returns the same responses to prompts that `change` has changed, such as by masking their images."""
         return reuse.with_prompts(self.drafter, rollouts, change)
 
     # --- rollouts to log-probabilities ---
@@ -206,9 +207,9 @@ class VisionLanguagePolicy:
         where the mask is false.
 
         model: `self.module`, or the engine that wraps it. Tokens whose experts were recorded are routed to the same
-        experts. reference: `model` is the reference, which always routes by its own router: with the experts of the
-        policy, its likelihoods would not be its own, and the KL would miss changes of the router. padding_side: that of
-        the batch; it does not change the result.
+        experts. reference: `model` is the reference policy, which always routes by its own router: with the experts of
+        the policy, its likelihoods would be wrong, and the KL would miss changes of the router. padding_side: of the
+        batch; it does not change the result.
         """
         return self.likelihoods.replay(rollouts, model, reference=reference, padding_side=padding_side)
 
@@ -229,7 +230,7 @@ class VisionLanguagePolicy:
         return self.likelihoods.top_k(rollouts, model, count)
 
     def decision_texts(self, rollouts: Rollouts) -> list[list[str]]:
-        """Returns for each rollout the text that each of its response tokens adds, end token included."""
+        """Returns for each rollout the texts that its response tokens add one by one, end token included."""
         return [self.tokens.pieces(tokens.response) for tokens in rollouts.inputs]
 
     # --- files ---

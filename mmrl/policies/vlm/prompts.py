@@ -18,7 +18,8 @@ from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.templates import as_part, rendered
 from mmrl.rollouts import Message, Prompt, Video
 
-# Outputs of a processor with one value a token. Listed by name: by shape, an image's [1, 3] grid could be three tokens.
+# Outputs of a processor with one value per token. They are listed by name, because their shape may be ambiguous: a
+# [1, 3] grid of an image could be three tokens.
 PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
 RESPONSE = "\u2402response\u2403"  # stands for a response in a chat template; no template contains it
 
@@ -38,10 +39,10 @@ class RolloutTokens:
     # [token, layer, k] int16, the experts to which vLLM routed the tokens of prompt and response. The last token has
     # none: it was sampled, but is no input of the model.
     experts: Tensor | None = None
-    temperature: float = 1.0  # at which the response was sampled, and is replayed
+    temperature: float = 1.0  # of sampling the response, and of its recomputed log-probabilities
     decided: Tensor | None = None  # [response token] bool, true for tokens of the policy; None: all of them
-    # As `sequence` and `images`, for the observations in the response. Values of `sequence` that are missing at the end
-    # of the response are 0.
+    # Like `sequence` and `images`, but of the observations in the response. `observed_sequence` may be shorter than the
+    # response; the missing values are 0.
     observed_sequence: dict[str, Tensor] = field(default_factory=dict)
     observed_images: dict[str, Tensor] = field(default_factory=dict)
 
@@ -51,7 +52,7 @@ class RolloutTokens:
         return torch.ones_like(self.response, dtype=torch.bool) if self.decided is None else self.decided
 
     def extended(self, ids: Tensor, *, decided: bool) -> RolloutTokens:
-        """Returns the rollout with `ids` appended to the response. decided: the policy sampled them."""
+        """Returns the rollout with `ids` [token] appended to the response. decided: whether the policy sampled them."""
         return replace(
             self,
             response=torch.cat([self.response, ids]),
@@ -61,16 +62,16 @@ class RolloutTokens:
     def with_observation(self, observation: RolloutTokens) -> RolloutTokens:
         """Returns the rollout with an observation of the environment appended to the response.
 
-        observation: as encoded by `read`, in its `prompt`, `sequence` and `images`.
+        observation: as encoded by `encode_texts`, in its `prompt`, `sequence` and `images`.
         """
         start = len(self.response)
         sequence = {
             key: torch.cat([_to_length(self.observed_sequence.get(key), start, value), value])
             for key, value in observation.sequence.items()
         }
-        grown = self.extended(observation.prompt, decided=False)
+        extended = self.extended(observation.prompt, decided=False)
         images = joined_images([self.observed_images, observation.images])
-        return replace(grown, observed_sequence=self.observed_sequence | sequence, observed_images=images)
+        return replace(extended, observed_sequence=self.observed_sequence | sequence, observed_images=images)
 
     def without_response(self) -> RolloutTokens:
         """Returns the prompt with an empty response."""
@@ -89,7 +90,7 @@ class RolloutTokens:
 
 
 def joined_images(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenates model inputs of images (pixel_values and the like), in the order of `parts`."""
+    """Concatenates model inputs of images, such as pixel_values, by name. parts: inputs of several groups of images."""
     images: dict[str, Tensor] = {}
     for part in parts:
         for key, value in part.items():
@@ -118,7 +119,7 @@ def encode(processor: Processor, prompts: Sequence[Prompt], max_length: int) -> 
     """
     names = [f"prompt {prompt.id}" for prompt in prompts]
     images, videos = [images_of(prompt) for prompt in prompts], [videos_of(prompt) for prompt in prompts]
-    encoded = read(processor, chat_texts(processor, prompts), images, names, videos=videos)
+    encoded = encode_texts(processor, chat_texts(processor, prompts), images, names, videos=videos)
     for prompt, tokens in zip(prompts, encoded, strict=True):
         if len(tokens.prompt) > max_length:
             raise UserError(
@@ -128,7 +129,7 @@ def encode(processor: Processor, prompts: Sequence[Prompt], max_length: int) -> 
     return encoded
 
 
-def read(
+def encode_texts(
     processor: Processor,
     texts: Sequence[str],
     images: Sequence[Sequence[Image.Image]],
@@ -137,11 +138,11 @@ def read(
     videos: Sequence[Sequence[Video]] | None = None,
     inside: bool = False,
 ) -> list[RolloutTokens]:
-    """Encodes texts, images and videos by the processor, as rollouts with empty responses.
+    """Encodes texts, images and videos with the processor, as rollouts with empty responses.
 
-    texts: with one placeholder per image or video, in the order of `images[i]`, then `videos[i]`. names: those of the
-    texts, for error messages. inside: the texts continue a prompt, so no special tokens are added. Raises UserError if
-    the processor refuses a text.
+    texts: with one placeholder per image or video. images, videos: of each text, in the order of its placeholders.
+    names: of the texts, for error messages. inside: the texts continue a prompt, so no special tokens are added. Raises
+    UserError if the processor refuses a text.
 
     Texts whose images and videos have equal sizes go through the processor together: its outputs can then be split
     evenly, in every model family.
@@ -154,7 +155,7 @@ def read(
     encoded: dict[int, RolloutTokens] = {}
     for indices in by_sizes.values():
         rows = [_Row(names[i], texts[i], list(images[i]), list(videos[i])) for i in indices]
-        encoded |= dict(zip(indices, _read_same_sizes(processor, rows, inside), strict=True))
+        encoded |= dict(zip(indices, _encode_same_sizes(processor, rows, inside), strict=True))
     return [encoded[index] for index in range(len(texts))]
 
 
@@ -168,13 +169,13 @@ class _Row:
     videos: list[Video]
 
 
-def _read_same_sizes(processor: Processor, rows: Sequence[_Row], inside: bool) -> list[RolloutTokens]:
-    """Encodes texts whose images and videos have equal sizes in one call of the processor. Raises UserError with the
-    name of the text that the processor refuses."""
+def _encode_same_sizes(processor: Processor, rows: Sequence[_Row], inside: bool) -> list[RolloutTokens]:
+    """Encodes texts whose images and videos have equal sizes, in one call of the processor. Raises UserError with the
+    name of the first text that the processor refuses."""
     texts = [row.text for row in rows]
     options: dict[str, Any] = {"add_special_tokens": False} if inside else {}
     if rows[0].images:
-        options["images"] = [row.images for row in rows]  # nested: by text
+        options["images"] = [row.images for row in rows]  # one list per text
     if rows[0].videos:
         videos = [video for row in rows for video in row.videos]
         options |= {
@@ -185,9 +186,11 @@ def _read_same_sizes(processor: Processor, rows: Sequence[_Row], inside: bool) -
     try:
         encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **options))
     except ValueError as error:
-        if len(rows) > 1:  # one by one, to find which of them it refuses
-            return [tokens for row in rows for tokens in _read_same_sizes(processor, [row], inside)]
-        raise UserError(f"{rows[0].name}: the model's processor does not accept it: {error}") from error
+        if len(rows) > 1:  # one by one, to find the text that the processor refuses
+            return [tokens for row in rows for tokens in _encode_same_sizes(processor, [row], inside)]
+        raise UserError(
+            f"{rows[0].name}: the model's processor does not accept it: {error}; change its text or images"
+        ) from error
     unpadded = encoded.pop("attention_mask").bool()
     ids = encoded.pop("input_ids")
     images = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
@@ -208,9 +211,9 @@ def between(processor: Processor, messages: Sequence[Message], observation: Sequ
     """Returns the text that the chat template puts between two responses: the end of the turn, the observation of the
     environment, and the beginning of the next response.
 
-    messages: before the first of the two responses. ending: the text of the end token that the policy sampled, which
-    is not repeated; if the template ends a response differently, its own ending is part of the result. Raises UserError
-    for a template that leaves out messages of the assistant.
+    messages: all messages before the first of the two responses. ending: the text of the end token that the policy
+    sampled, which is not repeated; if the template ends a response differently, its own ending is part of the result.
+    Raises UserError for a template that leaves out messages of the assistant.
     """
     text = rendered(processor, [*messages, Message("assistant", (RESPONSE,)), *observation])
     _, marker, rest = text.rpartition(RESPONSE)
@@ -235,7 +238,7 @@ def collate(
         "input_ids": (ids, pad),
         "attention_mask": ([torch.ones_like(i) for i in ids], 0),
     }
-    for key in {k: None for r in rows for k in (*r.sequence, *r.observed_sequence)}:
+    for key in {k: None for r in rows for k in (*r.sequence, *r.observed_sequence)}:  # an ordered set of keys
         padded[key] = ([_per_token(r, key) for r in rows], 0)
     batch = {
         key: nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill, padding_side=padding_side)
@@ -247,7 +250,7 @@ def collate(
 
 
 def _per_token(row: RolloutTokens, key: str) -> Tensor:
-    """Returns the values of a per-token input for prompt and response, [token]."""
+    """Returns the values of the per-token input `key` for prompt and response, [token]; 0 where they are missing."""
     prompt_values = _to_length(row.sequence.get(key), len(row.prompt), row.prompt)
     return torch.cat([prompt_values, _to_length(row.observed_sequence.get(key), len(row.response), row.prompt)])
 
@@ -304,7 +307,8 @@ def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
     max_sizes = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
 
     def pad(t: Tensor) -> Tensor:
-        widths: list[int] = []  # in the order of torch: last dimension first, before and after
+        """Pads a tensor to `max_sizes`."""
+        widths: list[int] = []  # as torch wants them: (before, after) for each dimension, the last dimension first
         for size, max_size in zip(t.shape[:0:-1], max_sizes[::-1], strict=True):
             widths += [0, max_size - size]
         return nn.functional.pad(t, widths)

@@ -11,8 +11,8 @@ import torch
 from mmrl.generation.weight_sync.checksums import HELD, Checksum, Report, absent, differing
 
 MAX_NAMED = 3  # tensors that a message names
-NOISE_FACTOR = 4.0  # a later gap may be this many times the first one
-# Mean gaps that are taken for rounding, in nats: the smallest limit, and the limit of the first gap.
+NOISE_FACTOR = 4.0  # a later gap may be this many times the first gap
+# Mean gaps that count as rounding, in nats: the lower bound of the limit, and the limit for the first gap.
 LIMITS = {torch.float32: (1e-3, 1e-2), torch.bfloat16: (4e-2, 0.2)}
 PREFIX = "after sending the weights to vLLM,"
 SUFFIX = "nothing was sampled with them; set rollout.generator=transformers"
@@ -28,18 +28,19 @@ class ChecksumComparison:
     def compare(
         self, base: Mapping[str, Checksum], adapter: Mapping[str, Checksum], reports: Sequence[Report]
     ) -> tuple[str | None, dict[str, float]]:
-        """Returns an error message or None, and metrics: how many tensors were compared in the form that the engine
-        computes with (held), in the form before the engine packed them (packed), or not loaded at all (unused).
+        """Returns an error message or None, and metrics: the number of tensors that were compared in the form that the
+        engine computes with (held), in the form before the engine packed them (packed), and of sent tensors that no
+        engine loads (unused).
 
-        base, adapter: checksums of the sent weights and of the sent LoRA, by name. reports: one per engine. The sent
-        tensors that an engine does not load at the first call are remembered in `unused`. The metrics are those of the
-        first engine.
+        base, adapter: checksums of the sent weights and of the sent LoRA, by name. reports: one per engine. Sent
+        tensors that the first engine does not load at the first call are remembered in `unused`. The metrics are those
+        of the first engine.
         """
-        first = self.unused is None
+        is_first_sync = self.unused is None
         for report in reports:
             unused = {name: base[name] for name in absent(base, report.tensors)}
             self.unused = unused if self.unused is None else self.unused
-            if problem := self._problem(base, adapter, report, unused, first):
+            if problem := self._problem(base, adapter, report, unused, is_first_sync):
                 return f"{PREFIX} {problem}; {SUFFIX}", {}
         states = [tensor.state for report in reports[:1] for tensor in report.tensors.values()]
         held = sum(state == HELD for state in states)
@@ -52,12 +53,13 @@ class ChecksumComparison:
         adapter: Mapping[str, Checksum],
         report: Report,
         unused: Mapping[str, Checksum],
-        first: bool,
+        is_first_sync: bool,
     ) -> str | None:
-        """Returns what is wrong with the tensors of one engine, or None: missing or different tensors, a changed memory
-        layout, parameters without weights, or trained tensors that the engine does not load.
+        """Returns what is wrong with the tensors of one engine, for a message, or None. Checked are missing and
+        different tensors, the memory layout, parameters without weights, and trained tensors that the engine does not
+        load.
 
-        unused: sent tensors that this engine did not load. first: this is the first synchronisation.
+        unused: sent tensors that this engine did not load. is_first_sync: whether this is the first synchronisation.
         """
         sent = {**base, **adapter}
         if missing := [name for name in adapter if name not in report.tensors]:
@@ -69,7 +71,7 @@ class ChecksumComparison:
                 f"{names(report.misplaced)} have the values that were sent, but another memory layout than at the "
                 "start, so its kernels would read wrong values (repacked or transposed weights)"
             )
-        if first and report.blank:
+        if is_first_sync and report.blank:
             hint = f", and it did not load {names(list(unused))}: the names do not match" if unused else ""
             return f"its parameters {names(report.blank)} got no weights{hint}"
         assert self.unused is not None
@@ -80,26 +82,27 @@ class ChecksumComparison:
 
 @dataclass(frozen=True)
 class Gap:
-    """The mean of |log-probability in the engine - log-probability in the model| over the response tokens of probes."""
+    """The mean of |log-probability in the engine - log-probability in the model| over the response tokens of probes
+    (see `Synced`)."""
 
     mean: float  # of all probes
-    images: float | None = None  # of probes with images; None: there are none
+    images: float | None = None  # of probes with images; None: no probe has images
     text: float | None = None  # of probes without images
 
 
 class GapLimit:
-    """The largest gap that is taken for rounding. If the user gives none, the limit is NOISE_FACTOR times the first
-    gap, which measures the rounding of this model and engine."""
+    """The largest gap that counts as rounding. If the user sets no limit, it is NOISE_FACTOR times the first gap, which
+    measures the rounding of this model and engine."""
 
     def __init__(self, limit: float | None, dtype: torch.dtype) -> None:
-        """limit: rollout.generator.probe_limit. dtype: that of the model."""
-        self.min_limit, start = LIMITS[dtype]
+        """limit: rollout.generator.probe_limit. dtype: of the model."""
+        self.min_limit, first_limit = LIMITS[dtype]
         self.calibrated = limit is not None
-        self.value = start if limit is None else limit
+        self.value = first_limit if limit is None else limit
 
     def problem(self, gap: Gap, *, compared: bool) -> str | None:
-        """Returns an error message if the gap is above the limit, else None. compared: the checksums of the weights
-        were compared, and are equal."""
+        """Returns an error message if the gap is above the limit, else None. compared: whether the checksums of the
+        weights were compared, and are equal."""
         if not gap.mean <= self.value:  # true for NaN too
             return self._message(gap, compared)
         if not self.calibrated:
@@ -122,13 +125,13 @@ class GapLimit:
         )
 
     def _stale_cache(self, gap: Gap) -> str:
-        """Returns the cache that is stale: that of encoded images if only probes with images have a large gap, else the
-        cache of keys and values, which probes without images use too."""
+        """Returns the name of the stale cache: the cache of encoded images if only probes with images have a large gap,
+        else the key-value cache, which probes without images use too."""
         images_only = gap.text is not None and gap.text <= self.value and not (gap.images or 0.0) <= self.value
         return "its cache of encoded images" if images_only else "its key-value cache"
 
 
 def names(parts: Sequence[str]) -> str:
-    """Returns up to MAX_NAMED names as a list for a message."""
+    """Returns up to MAX_NAMED names as text for a message, and how many more there are."""
     more = f" and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
     return ", ".join(parts[:MAX_NAMED]) + more

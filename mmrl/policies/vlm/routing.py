@@ -1,8 +1,8 @@
 """Routing replay: the trainer routes each token to the experts to which vLLM routed it during sampling.
 
-In a mixture of experts, rounding can route a token to other experts in the trainer than in vLLM, and then
-log-probabilities differ far more than by rounding. Rollout routing replay (R3, arXiv 2510.11370) reuses the selected
-experts only; their weights are computed by the trained router, which therefore still gets a gradient.
+In a mixture of experts, rounding differences between trainer and vLLM can route a token to different experts. Its
+log-probabilities then differ far more than by rounding. Rollout routing replay (R3, arXiv 2510.11370) reuses the
+selected experts only; their weights are computed by the trained router, which therefore still gets a gradient.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def renormalised_softmax(logits: Tensor, experts: Tensor) -> Tensor:
     return (probabilities / probabilities.sum(-1, keepdim=True)).to(logits.dtype)
 
 
-# By `model_type` of the families for which replay was tested: the router module of a layer, which returns logits
-# [token, expert], weights [token, k] and experts [token, k]; and the function of its weights by logits and experts.
+# Families for which replay was tested, by `model_type`: the name of the router module in a layer, which returns logits
+# [token, expert], weights [token, k] and experts [token, k]; and the function that computes weights from logits and
+# experts.
 ROUTERS = {"qwen3_vl_moe": ("mlp.gate", renormalised_softmax)}
 
 
@@ -42,7 +43,8 @@ class Routing:
     """Makes the routers of a model select recorded experts inside `replayed`; outside it they select as usual."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises UserError for a model without experts, or of a family for which this was not tested."""
+        """Adds hooks to the model. Raises UserError for a model without experts, or of a family for which replay was
+        not tested."""
         family, text = model.config.model_type, model.config.get_text_config()
         if family not in ROUTERS:
             raise UserError(
@@ -55,7 +57,7 @@ class Routing:
         self.num_experts = text.num_experts
         self.routes: Tensor | None = None  # [row, length, layer, k], inside `replayed`
         self.layer_routes: Tensor | None = None  # [token, k] of the layer that is running
-        # By layer, of the last pass: the share of recorded experts that the router did not select, [token]
+        # Of the last pass, by layer: the share of recorded experts that the router itself did not select, [token]
         self.layer_differences: dict[int, Tensor] = {}
         decoder.register_forward_pre_hook(self._add_routes, with_kwargs=True)
         for number, layer in enumerate(decoder.layers):
@@ -65,10 +67,10 @@ class Routing:
                     module.register_forward_hook(partial(self._replace_experts, number))
 
     def check(self, prompt: str, num_tokens: int, experts: Tensor | None) -> Tensor:
-        """Returns the recorded experts of a response, [token, layer, k]. Raises UserError if vLLM returned none, or if
-        their shape or range is not that of the model.
+        """Returns `experts`, [token, layer, k], as vLLM recorded them for a prompt and its response. Raises UserError
+        if vLLM returned none, or if their shape or range does not fit the model.
 
-        prompt: its id, for messages.
+        prompt: its id, for messages. num_tokens: expected length.
         """
         if experts is None:
             raise UserError(
@@ -108,8 +110,9 @@ class Routing:
     def _set_layer_routes(
         self, number: int, layer: nn.Module, args: Inputs, kwargs: dict[str, Any]
     ) -> tuple[Inputs, Any]:
-        """Pre-hook of layer `number`: takes its routes from its arguments. Gradient checkpointing repeats the arguments
-        of its pass; an attribute could hold the routes of a later one."""
+        """Pre-hook of layer `number`: takes the layer's routes out of its arguments. When gradient checkpointing
+        recomputes the layer, its arguments are those of the same pass; an attribute could hold routes of a later
+        pass."""
         routes = kwargs.get(ROUTES)
         self.layer_routes = None if routes is None else routes[:, :, number].flatten(0, 1)
         return args, {name: value for name, value in kwargs.items() if name != ROUTES}

@@ -3,6 +3,7 @@ logits of a full batch."""
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,12 @@ from mmrl.policies.vlm.responses.packing import packed_rows
 
 @dataclass(frozen=True)
 class PrefixContinuations:
-    """Responses whose prompts are read once and shared through the key-value cache. The last token of a response is
-    left out: nothing is predicted from it."""
+    """Responses whose prompts are computed once and shared through the key-value cache. The last token of a response is
+    left out, since no token is predicted from it."""
 
     prompt: Tensor  # [response] int64, the index of its prompt
     ids: Tensor  # [response, token] int64, padded on the right
-    mask: Tensor  # [response, token], 1 for tokens
+    mask: Tensor  # [response, token], 0 at padding
 
 
 class FusedHead(nn.Module):
@@ -60,20 +61,20 @@ class FusedHead(nn.Module):
         """Returns logp of the targets, entropy and sum of squared probabilities, [decision] fp32 each.
 
         hidden: [decision, hidden]; targets: token ids, [decision]; temperature: one number, or [decision]; excluded:
-        ids of tokens that have no probability; chunk: decisions per chunk of logits. others: ids of alternative
-        tokens, [decision, k], or [k] for all decisions; their logp [decision, k] is then returned last.
+        ids of tokens that get probability 0; chunk: decisions per chunk of logits. others: ids of alternative tokens,
+        [decision, k], or [k] for all decisions; their logp [decision, k] is then returned last.
         """
-        if len(targets) == 0:  # the gradient is 0, but under ZeRO-3 other ranks wait for this one to take part
-            nothing = (hidden @ self.weight.t()).float().sum(1)
-            empty = () if others is None else (nothing[:, None].expand(-1, others.shape[-1]),)
-            return nothing, nothing.clone(), nothing.clone(), *empty
+        if len(targets) == 0:  # the product has no rows, but under ZeRO-3 all ranks must use the weight
+            empty = (hidden @ self.weight.t()).float().sum(1)
+            empty_others = () if others is None else (empty[:, None].expand(-1, others.shape[-1]),)
+            return empty, empty.clone(), empty.clone(), *empty_others
         if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
             hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
         scores = hidden_logprob(hidden, self.weight, targets, temperature=temperature, excluded=excluded, chunk=chunk)
         scored = scores.logp, scores.entropy, scores.square_sum
         if others is None:
             return scored
-        # log softmax = logit - normaliser, and the normaliser is the target's logit less its logp
+        # logp = logit - normaliser; the normaliser is the target's logit minus the target's logp
         equation = "dh,kh->dk" if others.dim() == 1 else "dh,dkh->dk"
         logits = torch.einsum(equation, hidden.float(), self.weight[others].float()) / temperature
         target = (hidden.float() * self.weight[targets].float()).sum(1) / temperature
@@ -90,13 +91,14 @@ class TokenScorer(nn.Module):
     suppressed: Tensor
 
     def __init__(self, model: nn.Module, sampling: Sampling, chunk: int) -> None:
-        """model: of transformers, or with LoRA around it. chunk: decisions whose logits are computed at a time."""
+        """model: a transformers model, or the peft model that wraps it. chunk: decisions whose logits are computed at a
+        time."""
         super().__init__()
         self.model = model
         self.sampling = sampling
         self.chunk = chunk
         self.critic: TokenCritic | None = None  # to be set before the engine wraps this module
-        self.can_pack = False  # whether the decoder can compute without padding: `pack_rows` has changed it
+        self.can_pack = False  # whether the decoder can skip padding, because `pack_rows` added its hooks
         self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
         layer, truncated = transformers_model(model).get_output_embeddings(), sampling.top_k > 0 or sampling.top_p < 1
         fuses = type(layer) is nn.Linear and layer.bias is None and not truncated
@@ -120,12 +122,13 @@ class TokenScorer(nn.Module):
         decision if there is a critic, then the logp of `others` if given. All are fp32, [decision], the last one
         [decision, k].
 
-        inputs: those of the model, with input_ids [row, length]. continuations: inputs are then prompts, rows are
-        responses, and column 0 is the last token of the prompt. row, column, targets: [decision]; token targets[i] is
-        predicted at position column[i] of row row[i]. chunks: passes through an output layer that cannot be fused,
-        under ZeRO-3 the same number on every rank; None: as many as this rank needs. temperature: one number, or
-        [decision]. others: ids of alternative tokens, [decision, k], or [k] for all decisions. count: if above 0, only
-        the ids of the `count` likeliest tokens are returned, [decision, count]. packs: the decoder skips padding.
+        inputs: of the model, with input_ids [row, length]. continuations: if given, `inputs` holds only the prompts,
+        rows are responses, and column 0 is the last token of the prompt. row, column, targets: [decision]; token
+        targets[i] is predicted at position column[i] of row row[i]. chunks: number of passes through an output layer
+        that cannot be fused, which under ZeRO-3 must be equal on all ranks; None: as many as this rank needs.
+        temperature: one number, or [decision]. others: ids of alternative tokens, [decision, k], or [k] for all
+        decisions. count: if above 0, only the ids of the `count` likeliest tokens are returned, [decision, count].
+        packs: whether the decoder skips padding.
         """
         core = transformers_model(self.model)
         if continuations is None:
@@ -163,7 +166,7 @@ class TokenScorer(nn.Module):
         temperature: float | Tensor,
         others: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Returns logp, entropy, sum of squared probabilities and logp of `others`, as `forward`.
+        """Returns logp, entropy, sum of squared probabilities and, if given, logp of `others`; see `forward`.
 
         hidden: [decision, hidden], hidden states at the positions that predict the targets.
         """
@@ -172,25 +175,29 @@ class TokenScorer(nn.Module):
             scored: tuple[Tensor, ...] = self.fused(hidden, targets, temperature, excluded, self.chunk, others)
             return scored
         head = core.get_output_embeddings()
-        chunks = max(1, -(-len(targets) // self.chunk)) if chunks is None else chunks
+        chunks = max(1, math.ceil(len(targets) / self.chunk)) if chunks is None else chunks
         temperatures = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
         columns = (hidden, targets, temperatures, *(() if others is None else (others.expand(len(targets), -1),)))
         pieces = (values.tensor_split(chunks) for values in columns)
         parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
-    def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: PrefixContinuations) -> Tensor:
-        """Returns hidden states [response, 1 + token, hidden] of the last token of the prompt and of response
-        tokens."""
-        prefix = Prefix(core, inputs).select(after.prompt)
+    def _continued(
+        self, core: PreTrainedModel, inputs: dict[str, Tensor], continuations: PrefixContinuations
+    ) -> Tensor:
+        """Returns hidden states [response, 1 + token, hidden] of the last token of the prompt and of the response
+        tokens. inputs: of the prompts."""
+        prefix = Prefix(core, inputs).select(continuations.prompt)
         last = rearrange(prefix.last, "b h -> b 1 h")
-        return last if after.ids.shape[1] == 0 else torch.cat([last, prefix.extend(after.ids, after.mask)], 1)
+        if continuations.ids.shape[1] == 0:
+            return last
+        return torch.cat([last, prefix.extend(continuations.ids, continuations.mask)], 1)
 
     def _score(
         self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor, others: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Returns logp, entropy and sum of squared probabilities of one chunk, [decision] each, and logp of
-        `others`."""
+        """Returns logp, entropy and sum of squared probabilities of one chunk, [decision] each, and, if given, logp of
+        `others`, [decision, k]."""
         logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
         logp_of_others = () if others is None else (logits.log_softmax(-1).gather(1, others),)
         if len(targets) == 0:
@@ -199,9 +206,9 @@ class TokenScorer(nn.Module):
         return scores.logp, scores.entropy, scores.square_sum, *logp_of_others
 
 
-def recompute(module: nn.Module, on: bool) -> None:
-    """Switches gradient checkpointing on or off by the training mode of its layers: in training mode they recompute
-    activations and ignore the key-value cache."""
+def set_checkpointing(module: nn.Module, on: bool) -> None:
+    """Switches gradient checkpointing on or off by the training mode of the layers that support it: in training mode
+    they recompute activations and ignore the key-value cache."""
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = on

@@ -58,7 +58,7 @@ class TokenSampling(TokenLimits):
     allow_truncated_sampling: bool = option(
         False, "top_p and top_k bias the gradient; they are refused unless this is set"
     )
-    generator: GeneratorSettings = option(TransformersGenerator(), "who samples")
+    generator: GeneratorSettings = option(TransformersGenerator(), "the program that samples responses")
 
     @property
     def producer(self) -> GeneratorSettings:
@@ -85,8 +85,9 @@ class TokenEngine(UnevenEngine):
 
     micro_tokens: int | None = option(
         None,
-        "most tokens of prompts and responses, padded to the longest, that are replayed at once on a rank, besides "
-        "engine.micro_batch as a bound on rollouts; a longer rollout is alone; changes memory and time, not results",
+        "upper bound of the tokens that are replayed at once on a rank, prompts and padding included; "
+        "engine.micro_batch bounds their rollouts; a rollout above this bound is replayed alone; changes memory and "
+        "time, not results",
         unit="tokens",
         ge=1,
     )
@@ -97,12 +98,12 @@ class TokenEngine(UnevenEngine):
 
     packing: bool = option(
         True,
-        "rows are replayed one behind the other, without padding, where a tenth or more of a micro-batch would be "
+        "rollouts are replayed as one long sequence, without padding, where a tenth or more of a micro-batch would be "
         "padding; with model.attention=sdpa, in the families Qwen2.5-VL, Qwen3-VL, Idefics3 (SmolVLM), LLaVA-OneVision "
         "and InternVL; equal to rounding",
     )
 
-    def longest_at_once(self, rows: int, length: int) -> int:
+    def max_rows(self, rows: int, length: int) -> int:
         """Returns how many of `rows` rollouts of `length` tokens fit into one micro-batch."""
         return rows if self.micro_tokens is None else min(rows, max(1, self.micro_tokens // length))
 
@@ -117,7 +118,7 @@ def converses(config: JobConfig) -> bool:
 
 
 class VisionLanguageModel(ModelSettings):
-    """Any image-text model of transformers. One decision a response token."""
+    """Any image-text model of transformers. Each response token is a decision."""
 
     test: ClassVar[str] = "tests/policies/test_vlm.py"
     type: str = "vision_language"
@@ -152,7 +153,7 @@ class VisionLanguageModel(ModelSettings):
             offers |= {"reference_rollouts"}
         if isinstance(sampling, TokenSampling) and sampling.segment is not None:
             offers |= {Segmented}
-        # With asynchronous steps the engine is sampling the next step, so it cannot sample anything for this one
+        # With asynchronous steps the engine already samples the next step, so it cannot sample more for this step
         if not (config.generator is not None and config.generator.steps_ahead):
             offers |= {"temperatures", ContinuingResponses}
         if converses(config):

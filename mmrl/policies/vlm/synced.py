@@ -1,4 +1,4 @@
-"""vLLM engines that sample for the model that is trained: they get its current weights, and are checked to use them."""
+"""Sends the trained model's current weights to the vLLM engines that sample for it, and checks that they use them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Synced:
 
     After the weights are sent, each engine returns checksums of its tensors, which must equal those of the sent
     tensors. Then it answers the probes (fixed prompts with fixed seeds), and the trained model computes the
-    log-probabilities of these answers: they differ if the engine still has caches of earlier weights.
+    log-probabilities of these answers too: the two differ if the engine still uses caches of earlier weights.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class Synced:
     ) -> None:
         """All ranks must call each method together, except `close`.
 
-        gather: returns the values of all ranks. limit: that of the gap in log-probabilities, see `GapLimit`; None: by
-        the first gap. adapters: send the base weights once and then only the LoRA. checksums: compare checksums.
+        gather: returns the values of all ranks. limit: of the gap in log-probabilities, see `GapLimit`; None: derived
+        from the first gap. adapters: whether the base weights are sent once and then only the LoRA. checksums: whether
+        checksums are compared.
         """
         self.adapters, self.has_base = adapters, False
         self.policy, self.engine, self.probes, self.gather = policy, engine, list(probes), gather
@@ -77,7 +78,7 @@ class Synced:
             sent = weights(model, merged=not self.adapters)
             tensors = sent if self.comparison is None else self.base.recorded(sent)
             self.engine.load(tensors)
-            for _ in tensors:  # the rest that no engine took: under ZeRO-3 all ranks must gather each of them
+            for _ in tensors:  # the tensors that no engine loaded: under ZeRO-3 all ranks must gather each of them
                 pass
             self.has_base = True
         if self.adapters:
@@ -100,21 +101,21 @@ class Synced:
         }
 
     def compare(self, comparison: ChecksumComparison) -> dict[str, float]:
-        """Compares checksums of sent tensors and engines; returns metrics of how many were compared. Raises UserError,
-        on all ranks, if an engine does not have the tensors that were sent."""
+        """Compares the checksums of sent tensors with those of the engines; returns how many were compared, as metrics.
+        Raises UserError, on all ranks, if an engine does not have the tensors that were sent."""
         problem: str | None
         counts: dict[str, float] = {}
         try:
             problem, counts = comparison.compare(self.base.sent, self.adapter.sent, self.engine.arrived())
-        except UserError as error:  # the other ranks wait
+        except UserError as error:  # raised below, after all ranks have called `gather`
             problem = str(error)
         if message := next((problem for problem in self.gather(problem) if problem), None):
             raise UserError(message)
         return counts
 
     def check_gap(self) -> float:
-        """Returns the largest gap in log-probabilities of all engines of all ranks. Raises UserError, on all ranks, if
-        it is above the limit."""
+        """Returns the largest mean gap in log-probabilities among the engines of all ranks. Raises UserError, on all
+        ranks, if it is above the limit."""
         rank_gaps = self.gather([self.probe(engine) for engine in self.engine.replicas])
         engine_gaps = [gap for gaps in rank_gaps for gap in gaps]
         worst = max(engine_gaps, key=lambda gap: math.inf if math.isnan(gap.mean) else gap.mean)
@@ -124,7 +125,8 @@ class Synced:
 
     @torch.no_grad()
     def probe(self, engine: Answering) -> Gap:
-        """Returns the gap in log-probabilities between engine and model on the engine's answers to the probes."""
+        """Has the engine answer the probes. Returns the gap in log-probabilities between engine and model on these
+        answers."""
         policy, max_tokens = self.policy, min(PROBE_TOKENS, self.policy.tokens.max_response_length)
         answers = policy.drafter.ask(engine, self.probes, 1, range(len(self.probes)), limit=max_tokens)
         assert answers.behaviour_logp is not None
@@ -138,12 +140,12 @@ class Synced:
 
 
 def mean(values: Tensor) -> float | None:
-    """Returns the mean of values, None if there are none."""
+    """Returns the mean of values; None for an empty tensor."""
     return float(values.mean()) if len(values) else None
 
 
 def describe(policy: VisionLanguagePolicy, folder: Path) -> None:
-    """Saves the files from which vLLM starts, except weights: configuration, generation config and processor."""
+    """Saves the files besides weights from which vLLM starts: configuration, generation config and processor."""
     core = transformers_model(policy.module.model)
     core.config.save_pretrained(folder)
     core.generation_config.save_pretrained(folder)
@@ -171,7 +173,8 @@ def adapter_rank(model: nn.Module) -> int:
 
 
 def write_adapter(model: nn.Module, folder: Path | None) -> None:
-    """Saves the LoRA of the language model in PEFT's format, on ranks with a folder. A collective call under ZeRO-3."""
+    """Saves the LoRA of the language model in PEFT's format. folder: None on ranks that do not write. A collective call
+    under ZeRO-3."""
     parts = adapter_parts(model)
     with gathered_parameters(list(parts.values())):
         if folder is not None:
@@ -180,13 +183,13 @@ def write_adapter(model: nn.Module, folder: Path | None) -> None:
 
 
 def adapter_checksums(model: nn.Module) -> dict[str, Checksum]:
-    """Returns checksums of the LoRA of the language model, by the names in PEFT's files. As in vLLM, B is scaled by
-    alpha / rank. A collective call under ZeRO-3."""
+    """Returns checksums of the LoRA of the language model, by the names in PEFT's files. As in vLLM, the factor B is
+    scaled by alpha / rank. A collective call under ZeRO-3."""
     parts, checksums = adapter_parts(model), {}
     layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
     with gathered_parameters(list(parts.values())):
         for name, value in parts.items():
-            path, factor, adapter, _ = name.rsplit(".", 3)
+            path, factor, adapter, _ = name.rsplit(".", 3)  # such as LAYER.lora_B.default.weight
             scale = layers[path].scaling[adapter] if factor == "lora_B" else 1.0
             checksums[f"{path}.{factor}.weight"] = checksum(value.detach() * scale)
     return checksums
@@ -203,16 +206,16 @@ def adapter_parts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yields all parameters of the transformers model, with the names and in the layout of its published checkpoint. A
-    tied parameter comes under each of its names.
+    tied parameter is yielded under each of its names.
 
-    merged: with the LoRA merged into its layers; else without it. Under ZeRO-3 this is a collective call, which gathers
-    one module at a time.
+    merged: whether the LoRA is merged into its layers; False: the LoRA is left out. Under ZeRO-3 this is a collective
+    call, which gathers one module at a time.
     """
     core = transformers_model(model)
     lora_layers = {path for path, module in core.named_modules() if isinstance(module, LoraLayer)}
     for path, module in core.named_modules():
         if any(path.startswith(f"{layer}.") for layer in lora_layers):
-            continue  # a part of a LoRA layer, which yields all of its weights itself
+            continue  # a part of a LoRA layer; all weights of that layer are yielded together
         parameters = list(module.parameters(recurse=path in lora_layers))
         if not parameters:
             continue

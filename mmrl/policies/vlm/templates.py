@@ -1,4 +1,4 @@
-"""Chat templates: finds out which messages the template of a model accepts, and renders messages by it."""
+"""Chat templates: finds out which messages the template of a model accepts, and renders messages with it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mmrl.runtime.template_limits import render_template
 _log = logging.getLogger(__name__)
 
 MARK = "\u2402text\u2403"  # a text to look for in rendered messages; no template contains it
-QUESTION = "\u2402question\u2403"  # likewise, in the role of user
+QUESTION = "\u2402question\u2403"  # the same, for messages of the user
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # that rendering can raise
 FILE = "chat_template.jinja"
-# Tokens around the placeholder of an image or a video in the template of a family. Its processor expands placeholders.
+# The tokens that a model family's template puts around the placeholder of an image or a video.
 AROUND = {
     "<|image_pad|>": ("<|vision_start|>", "<|vision_end|>"),
     "<|video_pad|>": ("<|vision_start|>", "<|vision_end|>"),
@@ -44,13 +44,13 @@ class TemplateForms:
     media: frozenset[str]  # "image", "video": those that the template renders
 
     def for_role(self, role: str) -> Form:
-        """Returns the form of a role; that of user for other roles, and for a missing system role."""
+        """Returns the form of a role. Other roles, and a missing system role, have the form of the user."""
         by_role = {"system": self.system, "assistant": self.assistant}
         return by_role.get(role, self.user) or self.user
 
 
 def name_of(processor: Processor) -> str:
-    """Returns "model.path=PATH" with the path of a processor, for messages."""
+    """Returns "model.path=PATH", with the path of the processor, for error messages."""
     return f"model.path={processor.tokenizer.name_or_path}"
 
 
@@ -69,13 +69,13 @@ def forms_of(processor: Processor) -> TemplateForms:
 
 @lru_cache(maxsize=8)
 def _find_forms(processor: Processor, template: str) -> TemplateForms:
-    """Returns the forms that the chat template accepts, by rendering test messages. template: its text, as a cache key:
-    the template of a processor can be changed."""
+    """Returns the forms that the chat template accepts, by rendering test messages. template: its text, which is part
+    of the cache key because the template of a processor can be changed."""
     user = _form(processor, "user", [])
     if user is None:
         raise UserError(
             f"{name_of(processor)}: its chat template ({FILE}) renders the text of a question neither from a list of "
-            f"parts nor from a string{_reason(processor)}; correct it, or take that of its instruction-tuned version"
+            f"parts nor from a string{_reason(processor)}; correct it, or take that of the instruction-tuned model"
         )
     question = _content(processor, user, QUESTION)
     system = _form(processor, "system", [], [{"role": "user", "content": question}])
@@ -88,9 +88,9 @@ def _find_forms(processor: Processor, template: str) -> TemplateForms:
 def _form(
     processor: Processor, role: str, before: Sequence[TemplateMessage], after: Sequence[TemplateMessage] = ()
 ) -> Form | None:
-    """Returns the form in which the template renders a message of `role`, parts if both work, None if neither does.
+    """Returns the form in which the template renders a message of `role`: parts if both forms work, None if none does.
 
-    before, after: messages around it, which must be rendered too.
+    before, after: messages before and after it, which must be rendered too.
     """
     forms: tuple[Form, ...] = ("parts", "text")
     for form in forms:
@@ -118,7 +118,7 @@ def _renders(processor: Processor, medium: str) -> bool:
 
 
 def _reason(processor: Processor) -> str:
-    """Returns the error of rendering a question as a string, in brackets for a message; empty if there is none."""
+    """Returns the error of rendering a question as a string, in brackets, for a message; "" if there is no error."""
     try:
         _apply(processor, [{"role": "user", "content": MARK}])
     except TEMPLATE_ERRORS as error:
@@ -127,7 +127,7 @@ def _reason(processor: Processor) -> str:
 
 
 def _content(processor: Processor, form: Form, *parts: str | Image.Image | Video) -> Any:
-    """Returns the content of a message in the form that the template accepts."""
+    """Returns the content of a message as a list of parts or as one string, by `form`."""
     if form == "parts":
         return [as_part(part) for part in parts]
     return "".join(part if isinstance(part, str) else placeholder(processor, part) for part in parts)
@@ -150,18 +150,18 @@ def placeholder(processor: Processor, part: Image.Image | Video) -> str:
 
 
 def _apply(processor: Processor, messages: Sequence[TemplateMessage], **options: object) -> str:
-    """Renders messages by the chat template, with limits on time and size."""
+    """Renders messages with the chat template, with limits on time and size."""
     if processor.chat_template is None:  # AutoProcessor loads a template of the tokenizer only into the tokenizer
         options["chat_template"] = processor.tokenizer.chat_template
     return render_template(name_of(processor), processor, list(messages), **options)
 
 
 def rendered(processor: Processor, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
-    """Renders messages by the chat template, up to where the next response of the policy begins.
+    """Renders messages with the chat template, up to where the next response of the policy begins.
 
-    A template without a system role gets the system text in front of the next question; one that accepts only strings
-    gets placeholders of the processor for images and videos. tools: JSON schemas of functions that the policy may call.
-    Raises UserError if the template refuses the messages or leaves out images or videos.
+    For a template without a system role the system text is put in front of the next question. For a template that
+    accepts only strings, the processor's placeholders stand for images and videos. tools: JSON schemas of functions
+    that the policy may call. Raises UserError if the template refuses the messages or leaves out images or videos.
     """
     forms = forms_of(processor)
     if forms.system is None:
@@ -215,8 +215,8 @@ def without_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Joins two lists of parts, and adjacent texts to one text: a template may strip texts, or put something
-    between."""
+    """Joins two lists of parts. Adjacent texts become one text, since a template may strip texts, or put separators
+    between them."""
     parts: list[Any] = []
     for part in (*first, *second):
         if parts and isinstance(part, str) and isinstance(parts[-1], str):
@@ -238,8 +238,8 @@ def system_is_moved(processor: Processor, messages: Sequence[Message]) -> str | 
 
 
 def check_template(processor: Processor, conversations: Sequence[Sequence[Message]]) -> None:
-    """Tries the chat template with conversations, before weights are loaded. Raises UserError if it refuses one, and
-    logs a warning if it has no system role but they have a system text."""
+    """Tries the chat template with conversations, before weights are loaded. Raises UserError if it refuses one. Logs a
+    warning if it has no system role, but a conversation has a system text."""
     forms_of(processor)
     for messages in conversations:
         rendered(processor, messages)

@@ -1,5 +1,5 @@
-"""Tiny models of the Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631) architectures for CPUs, built in
-code with random weights."""
+"""Tiny models with random weights, of the Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631) architectures,
+for CPUs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Sizes:
     """Sizes of a tiny model. The head dimension is 32, the smallest that vLLM's CPU attention supports.
 
     Qwen2.5-VL has only relative positions in an image. Qwen3-VL also learns absolute positions, which a small model
-    needs to tell where something is.
+    needs to locate objects.
     """
 
     generation: Literal["2.5", "3"] = "2.5"  # Qwen2.5-VL or Qwen3-VL
@@ -64,7 +64,7 @@ class Sizes:
     window: int | None = None
 
 
-def byte_pairs(corpus: Sequence[str], entries: int, *, digits_apart: bool = True) -> PreTrainedTokenizerFast:
+def train_tokenizer(corpus: Sequence[str], entries: int, *, digits_apart: bool = True) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer with at most `entries` tokens on `corpus`. digits_apart: each decimal digit is
     a token of its own, so '14' becomes '1' and '4'."""
     tokenizer = Tokenizer(models.BPE())
@@ -84,8 +84,8 @@ def byte_pairs(corpus: Sequence[str], entries: int, *, digits_apart: bool = True
 
 
 def fast_tokenizer(tokenizer: Tokenizer, length: int, **special_tokens: str) -> PreTrainedTokenizerFast:
-    """Wraps a tokenizer with Qwen's special tokens. length: that of the longest input, in tokens. special_tokens:
-    further ones, such as bos_token."""
+    """Wraps a tokenizer with Qwen's special tokens. length: of the longest input, in tokens. special_tokens: further
+    special tokens by name, such as bos_token."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

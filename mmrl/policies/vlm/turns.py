@@ -1,8 +1,7 @@
 """Multi-turn conversations of a policy with environments.
 
-A conversation is one sequence of tokens: the sampled ids as they are, and between them the tokens of the observations
-and of the chat template's text around them, which are masked out of the loss. Sampled ids are never decoded and encoded
-again.
+A conversation is one sequence of tokens: the sampled ids, and between the turns the tokens of the observations with the
+chat template's text around them, which are masked out of the loss. Sampled ids are never decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mmrl.errors import UserError
 from mmrl.generation.vllm.engine import Answering, Request
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.drafts import Draft, continued_seed
-from mmrl.policies.vlm.prompts import RolloutTokens, between, chat, joined_images, read
+from mmrl.policies.vlm.prompts import RolloutTokens, between, chat, encode_texts, joined_images
 from mmrl.policies.vlm.responses.thoughts import opens_thoughts
 from mmrl.rollouts import Message, Prompt, Rollouts, Sample, Turns
 from mmrl.sims.turns.dialogue import Dialogue
@@ -38,7 +37,7 @@ END_REASONS = {
     "environment": "the environment ended it",
     "turns": "the limit is task.environment.limits.max_turns",
     "length": "the limit is rollout.max_response_length, of all tokens after the prompt",
-    "lost": "lost",
+    "lost": "the environment failed",
 }
 
 
@@ -46,8 +45,8 @@ END_REASONS = {
 class ConversationDraft(Draft):
     """An unfinished conversation.
 
-    `tokens.response` holds all tokens after the prompt: the policy's turns and the observations. `request.limit` is the
-    maximum number of these.
+    `tokens.response` holds all tokens after the prompt: the policy's turns and the observations. `request.limit` is its
+    maximum length.
     """
 
     dialogue: Dialogue  # the environment, and the turns so far
@@ -55,7 +54,7 @@ class ConversationDraft(Draft):
     turn_start: int = 0  # index in the response at which the policy's current turn starts
     # [token] int64 each, the number of the turn of each token; concatenated they are as long as the response
     turns: list[Tensor] = field(default_factory=list)
-    marked: list[int] = field(default_factory=list)  # prompt and response for vLLM: one placeholder token per image
+    marked: list[int] = field(default_factory=list)  # token ids for vLLM, in which each image is one placeholder token
     images: tuple[Image.Image, ...] = ()  # of prompt and observations
 
     def finished(self, eos: tuple[int, ...]) -> bool:
@@ -96,13 +95,15 @@ class ConversationDraft(Draft):
         self.marked = [*self.marked, *ids.tolist()]
 
     def state(self) -> dict[str, Tensor | None]:
-        """Returns the values to checkpoint; the environment is brought back by answering the same turns again."""
+        """Returns the values to checkpoint; `Conversations.restore` has a new environment answer the same turns
+        again."""
         return {"response": self.tokens.response, "logp": self.logp, "decided": self.tokens.decision_mask}
 
     def observe(self, observation: RolloutTokens, marked: list[int], images: Sequence[Image.Image]) -> None:
         """Appends an observation to the response, or ends the conversation if no tokens would be left for an answer.
 
-        observation: as encoded by `read`. marked: its token ids with one placeholder per image, as vLLM takes them.
+        observation: as encoded by `encode_texts`. marked: its token ids with one placeholder per image, as vLLM takes
+        them.
         """
         if len(self.tokens.response) + len(observation.prompt) >= self.request.limit:
             self.dialogue.finish("length")
@@ -137,17 +138,17 @@ class Conversations:
         self.settings, self.processor, self.tokenizer, self.eos = settings, processor, processor.tokenizer, eos
         isolation = settings.isolated
         self.make = TimedEnvironments(settings).make if isolation is None else Processes(settings, isolation).make
-        # Environments that answer at the same time, each in its own process; None: in this process, one by one
+        # How many environments answer at the same time, each in its own process; None: one by one, in this process
         self.at_once = None if isolation is None else isolation.at_once
         self.metrics = {"environment/lost": 0.0, "environment/tool_errors": 0.0}  # since the last call of `counts`
-        self.lost = 0  # conversations of this run whose environment failed
+        self.lost = 0  # number of conversations of this run whose environment failed
 
     # --- beginnings ---
 
     def open(self, prompts: Sequence[Prompt], group_size: int) -> list[Dialogue]:
         """Starts one environment per rollout, `group_size` per prompt.
 
-        An environment may change the prompt; the rollouts of a group all take the change of the first one.
+        An environment may change the prompt; all rollouts of a group then get the changed prompt of the first one.
         """
         prompts = [prompt.before_start or replace(prompt, messages=chat(prompt)) for prompt in prompts]
         row_prompts = [prompt for prompt in prompts for _ in range(group_size)]
@@ -160,6 +161,7 @@ class Conversations:
         return dialogues
 
     def _start(self, prompt: Prompt) -> Dialogue:
+        """Starts an environment for one rollout."""
         return Dialogue(self.make(), prompt, self.settings.limits)
 
     def stepping(self) -> LocalSteps:
@@ -171,10 +173,10 @@ class Conversations:
     def extend(
         self, policy: ConversingPolicy, engine: Answering | None, drafts: Sequence[ConversationDraft], count: int
     ) -> None:
-        """Extends each draft by up to `count` tokens of the policy, over as many turns as that takes.
+        """Extends each draft by up to `count` tokens of the policy, which may be several turns.
 
-        Environments in other processes answer while the policy generates for the conversations they have answered.
-        engine: vLLM; None: the policy's own model generates.
+        Environments in other processes answer some conversations while the policy generates for others. engine: vLLM;
+        None: the policy's own model generates.
         """
         remaining = {id(draft): count for draft in drafts}  # tokens that the policy may still add
         with self.stepping() as steps:
@@ -200,7 +202,8 @@ class Conversations:
     def ready(
         drafts: Sequence[ConversationDraft], remaining: dict[int, int], steps: LocalSteps
     ) -> list[ConversationDraft]:
-        """Returns the drafts that the policy may continue now. remaining: tokens that each may still get, by id."""
+        """Returns the drafts that the policy may continue now. remaining: tokens that each draft may still get, by the
+        draft's id()."""
         return [d for d in drafts if d.dialogue.end is None and remaining[id(d)] > 0 and id(d) not in steps.pending]
 
     def text(self, draft: ConversationDraft) -> str:
@@ -208,12 +211,13 @@ class Conversations:
         return self.tokenizer.decode(draft.tokens.response[draft.turn_start :], skip_special_tokens=True)
 
     def append_observations(self, answered: Sequence[tuple[ConversationDraft, tuple[Message, ...]]]) -> None:
-        """Encodes observations, the messages with which environments answered, and appends them to their drafts."""
+        """Encodes observations and appends them to their drafts. answered: pairs of a draft and the messages with which
+        its environment answered; drafts without messages are left out."""
         answered = [(draft, observation) for draft, observation in answered if observation]
         texts = [self._text_between(draft, observation) for draft, observation in answered]
         images = [[image for message in observation for image in message.images] for _, observation in answered]
         names = [f"an observation after prompt {draft.prompt.id}" for draft, _ in answered]
-        encoded = read(self.processor, texts, images, names, inside=True)
+        encoded = encode_texts(self.processor, texts, images, names, inside=True)
         for (draft, _), text, tokens, new_images in zip(answered, texts, encoded, images, strict=True):
             draft.observe(tokens, self.tokenizer(text, add_special_tokens=False).input_ids, new_images)
 
@@ -233,7 +237,7 @@ class Conversations:
     def answer_again(self, draft: ConversationDraft, response: Tensor, decided: Tensor, logp: Tensor) -> None:
         """Appends the tokens of `response` turn by turn, and has the environment answer each turn again.
 
-        response: [token], turns and observations; decided: its mask of tokens of the policy; logp: [token]. Raises
+        response: [token], turns and observations; decided: mask of the policy's tokens in it; logp: [token]. Raises
         UserError if an answer differs from the observation in `response`.
         """
         while draft.dialogue.end is None and len(draft.tokens.response) < len(response):
@@ -270,8 +274,8 @@ class Conversations:
         lengths: Sequence[int],
         seeds: Sequence[int],
     ) -> Sequence[ConversationDraft]:
-        """Returns unfinished conversations with the first lengths[i] tokens of the policy in rollout i, and the
-        observations among them; environments answer these turns again. Raises UserError if an answer differs."""
+        """Returns unfinished conversations that hold the first lengths[i] tokens of the policy in rollout i and the
+        observations between them; environments answer these turns again. Raises UserError if an answer differs."""
         prompts = [sample.prompt for sample in rollouts.samples]
         drafts: list[ConversationDraft] = policy.draft(prompts, 1, seeds)  # type: ignore[assignment]
         for draft, row, length in zip(drafts, rollouts.inputs, lengths, strict=True):
@@ -281,6 +285,14 @@ class Conversations:
             self.answer_again(draft, row.response[:end], row.decision_mask[:end], torch.full((end,), torch.nan))
         return drafts
 
+    def append_answer(self, draft: ConversationDraft) -> None:
+        """Appends the environment's answer if the policy has ended its turn; ends the conversation if no tokens are
+        left for the turn."""
+        if draft.turn_ended(self.eos):
+            self.append_observations([(draft, draft.dialogue.answer(self.text(draft)))])
+        elif draft.remaining_turn_tokens == 0:
+            draft.dialogue.cut(self.text(draft))
+
     # --- views ---
 
     def viewed_images(
@@ -288,9 +300,9 @@ class Conversations:
     ) -> dict[str, Tensor]:
         """Returns the model inputs of a conversation's observed images after `change`, such as a mask over images.
 
-        row, sample: the rollout. change: of prompts; it gets the observations as further messages of the prompt. The
-        text of observations stays as it was. Raises UserError if `change` alters the number of messages, or the number
-        or size of images.
+        row, sample: the rollout. change: changes a prompt; it gets the observations as further messages of the prompt.
+        The text of observations does not change. Raises UserError if `change` alters the number of messages, or the
+        number or size of images.
         """
         record = sample.conversation
         assert record is not None
@@ -301,9 +313,7 @@ class Conversations:
         first, flat = sample.prompt.messages, [message for observation in observations for message in observation]
         changed = change(replace(sample.prompt, messages=(*first, *flat))).messages[len(first) :]
         if len(changed) != len(flat):
-            raise UserError(
-                f"a view of prompt {sample.prompt.id} changed the number of its messages; make it keep their number"
-            )
+            raise UserError(f"a view of prompt {sample.prompt.id} changed the number of its messages; keep it")
         changed_messages, parts = iter(changed), []
         names = [f"an observation after prompt {sample.prompt.id}"]
         for observation in observations:
@@ -311,33 +321,25 @@ class Conversations:
             old_images = [image for message in observation for image in message.images]
             if [image.size for image in images] != [image.size for image in old_images]:
                 raise UserError(
-                    f"a view of prompt {sample.prompt.id} changed the number or the size of its images; make it "
-                    "keep both"
+                    f"a view of prompt {sample.prompt.id} changed the number or the size of its images; keep both"
                 )
             if images:
                 text = between(self.processor, first, observation, "")
-                parts.append(read(self.processor, [text], [images], names, inside=True)[0].images)
+                parts.append(encode_texts(self.processor, [text], [images], names, inside=True)[0].images)
         return joined_images(parts)
-
-    def append_answer(self, draft: ConversationDraft) -> None:
-        """Appends the environment's answer if the policy has ended its turn; ends the conversation if no tokens are
-        left for the turn."""
-        if draft.turn_ended(self.eos):
-            self.append_observations([(draft, draft.dialogue.answer(self.text(draft)))])
-        elif draft.remaining_turn_tokens == 0:
-            draft.dialogue.cut(self.text(draft))
 
     # --- demonstrations ---
 
     def demonstrate(self, policy: ConversingPolicy, prompts: Sequence[Prompt]) -> Rollouts:
-        """Returns demonstrated conversations, for supervised fine-tuning: the turns of the policy are given, and the
-        environment answers them.
+        """Returns demonstrated conversations, for supervised fine-tuning: the policy's turns are given texts, which the
+        environment answers.
 
         The turns are the list of texts in `prompt.metadata["demonstration"]`, or one text. Raises UserError if the
-        environment ends a conversation before its last turn, or if the policy could not sample a turn.
+        environment ends a conversation before its last turn, or if a turn is too long or holds tokens that the policy
+        never samples.
         """
         drafts: list[ConversationDraft] = policy.draft(prompts, 1, [0] * len(prompts))  # type: ignore[assignment]
-        responses = [demonstrated(prompt) for prompt in prompts]
+        responses = [demonstrated_responses(prompt) for prompt in prompts]
         for number in range(max(map(len, responses))):
             ongoing = [(draft, texts) for draft, texts in zip(drafts, responses, strict=True) if number < len(texts)]
             for draft, texts in ongoing:
@@ -368,8 +370,8 @@ class Conversations:
     ) -> Rollouts:
         """Builds rollouts of finished conversations; a conversation whose environment failed ("lost") is masked out.
 
-        rows: their tokens. counts: add lost conversations and tool errors to the metrics; False if they were added
-        before.
+        rows: the tokens of the conversations. counts: whether lost conversations and tool errors are added to the
+        metrics; False if they were added before.
         """
         masks = []
         for row, draft in zip(rows, drafts, strict=True):
@@ -383,8 +385,8 @@ class Conversations:
         )
 
     def sample(self, draft: ConversationDraft, max_response_length: int, *, counts: bool = True) -> Sample:
-        """Returns what rewards see of a finished conversation; its response is the last turn. counts: see
-        `rollouts`."""
+        """Returns a finished conversation as the sample that reward functions score; its response is the last turn.
+        counts: see `rollouts`."""
         record = draft.dialogue.record
         if record.end == "lost":
             self._warn_lost(draft.prompt, record.problem)
@@ -417,7 +419,7 @@ class Conversations:
             )
 
     def counts(self) -> dict[str, float]:
-        """Returns metrics since the last call: lost conversations and tool errors."""
+        """Returns the numbers of lost conversations and of tool errors since the last call, as metrics."""
         metrics, self.metrics = self.metrics, dict.fromkeys(self.metrics, 0.0)
         return metrics
 
@@ -436,7 +438,7 @@ class LocalSteps:
         pass
 
     def map(self, function: Callable[[Prompt], Dialogue], prompts: Sequence[Prompt]) -> Iterable[Dialogue]:
-        """Starts the environments of all prompts."""
+        """Applies `function`, which starts an environment, to all prompts."""
         return map(function, prompts)
 
     def submit(self, draft: ConversationDraft, answer: Callable[[], tuple[Message, ...]]) -> None:
@@ -476,7 +478,7 @@ class ThreadedSteps(LocalSteps):
 
 
 def conversation_drafts(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[Draft]:
-    """Turns drafts without tokens into drafts of conversations, each with its dialogue."""
+    """Turns drafts without response tokens into drafts of conversations, each with its dialogue."""
     conversations: list[Draft] = []
     for draft, dialogue in zip(drafts, dialogues, strict=True):
         request = draft.request
@@ -490,7 +492,7 @@ def conversation_drafts(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) 
             marked=request.marked,
             images=request.images,
         )
-        if dialogue.end is not None:  # its environment failed to start: one masked token is the response
+        if dialogue.end is not None:  # its environment did not start: one masked token is the response
             conversation.tokens = conversation.tokens.extended(torch.tensor([0]), decided=False)
             conversation.logp = torch.zeros(1)
         conversations.append(conversation)
@@ -498,16 +500,17 @@ def conversation_drafts(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) 
 
 
 def answer_changed_error(draft: ConversationDraft) -> UserError:
-    """Returns the error for an environment that answered the same turns in another way than before."""
+    """Returns the error for an environment that answered the same turns differently than before."""
     return UserError(
         f"the environment did not answer prompt {draft.prompt.id} as it did before; make its answers "
         "depend on nothing but the prompt and the responses"
     )
 
 
-def demonstrated(prompt: Prompt) -> list[str]:
-    """Returns the demonstrated responses of a prompt: those of `metadata["demonstration"]`, which may be a text, a
-    list, or a function that returns either; without it, the prompt's reference answer."""
+def demonstrated_responses(prompt: Prompt) -> list[str]:
+    """Returns the demonstrated responses of a prompt. They are `metadata["demonstration"]`, which may be a text, a list
+    of texts, or a function that returns either; if it is missing, the prompt's reference answer is the only
+    response."""
     demonstration = prompt.metadata.get("demonstration", prompt.answer)
     demonstration = demonstration() if callable(demonstration) else demonstration
     return [str(text) for text in demonstration] if isinstance(demonstration, list) else [str(demonstration)]

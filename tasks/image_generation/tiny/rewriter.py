@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
+from mmrl.policies.vlm.tiny_qwen import Sizes, train_tokenizer, write
 from mmrl.tasks.image_generation.data import digits
 
 VOCABULARY = 384
@@ -14,4 +14,4 @@ def build(path: str | Path, seed: int = 0) -> None:
     """Writes model, processor and generation config to a folder that transformers' Auto classes load offline."""
     corpus = [text for split in digits.SPLITS for digit in range(10) for text in digits.texts(split, digit)]
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")]
-    write(path, byte_pairs(corpus * 10, VOCABULARY), Sizes(), seed)
+    write(path, train_tokenizer(corpus * 10, VOCABULARY), Sizes(), seed)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
+from mmrl.policies.vlm.tiny_qwen import Sizes, train_tokenizer, write
 from mmrl.tasks.visual_qa.data.digits import CELL, DigitsSource
 
 VOCABULARY = 512
@@ -27,7 +27,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     corpus = [prompt.text for prompt in prompts] + [prompt.answer for prompt in prompts]
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
     corpus += ["<think>", "</think>", "<answer>", "</answer>"] * 10
-    return byte_pairs(corpus, VOCABULARY)
+    return train_tokenizer(corpus, VOCABULARY)
 
 
 def build(path: str | Path, seed: int = 0) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
+from mmrl.policies.vlm.tiny_qwen import Sizes, train_tokenizer, write
 from mmrl.tasks.data.moving_shapes import DIRECTIONS, SHAPES, SPEEDS
 from mmrl.tasks.visual_qa.data.videos import VideosSource
 
@@ -25,7 +25,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     corpus += [word for words in (SHAPES, DIRECTIONS, SPEEDS) for word in words] * 20
     corpus += [f"<{second}.{tenth} seconds>" for second in range(3) for tenth in range(10)] * 20
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
-    return byte_pairs(corpus, VOCABULARY, digits_apart=False)
+    return train_tokenizer(corpus, VOCABULARY, digits_apart=False)
 
 
 def build(path: str | Path, seed: int = 0) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
+from mmrl.policies.vlm.tiny_qwen import Sizes, train_tokenizer, write
 from mmrl.tasks.visual_qa.data.digits import CELL
 from mmrl.tasks.visual_qa.data.scenes import COLORS
 
@@ -17,7 +17,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a byte-level BPE tokenizer in which each decimal digit is a token."""
     corpus = [f"Which digit is on {color}?" for color in COLORS] * 10 + ["zoom(0,0,1,1)", "error: "] * 10
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
-    return byte_pairs(corpus, VOCABULARY)
+    return train_tokenizer(corpus, VOCABULARY)
 
 
 def build(path: str | Path, seed: int = 0) -> None:

@@ -142,9 +142,9 @@ def test_codes_and_images_by_hand():
     assert torch.equal(
         codes.decode(torch.tensor([[11, 10, 10]]))[0], torch.cat([torch.ones(1, 2, 2), torch.zeros(1, 2, 4)], 2)
     )
-    assert codes.other_tokens(14).tolist() == [*range(10), 12, 13]
-    with pytest.raises(UserError, match=r"codes are tokens 10 to 11, but the model beside it has 11 tokens"):
-        codes.other_tokens(11)
+    assert codes.non_code_tokens(14).tolist() == [*range(10), 12, 13]
+    with pytest.raises(UserError, match=r"codes are tokens 10 to 11, but the model in its folder has 11 tokens"):
+        codes.non_code_tokens(11)
     with pytest.raises(UserError, match=r"\[1, 4, 4\] .* do not fit the model's codebook, which is for \[1, 2, 6\]"):
         codes.encode(torch.zeros(1, 1, 4, 4))
 

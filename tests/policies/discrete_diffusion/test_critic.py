@@ -95,7 +95,7 @@ def test_it_is_saved_and_found_again(folder, tmp_path):
     policy_of(tmp_path / "saved", build=False)  # who needs no critic, reads none
     wide = PPO | {"critic": {"width": 16}}
     with pytest.raises(
-        UserError, match=r"critic.safetensors: the weight layers.0.bias is \[\d+\], but \[16\] by algorithm.critic"
+        UserError, match=r"critic.safetensors: the shape of layers.0.bias is \[\d+\], but \[16\] in algorithm.critic"
     ):
         policy_of(tmp_path / "saved", build=False, algorithm=wide, unmasking={"likelihood": "trace"})
 

@@ -251,7 +251,9 @@ class TestPrivilegedStates:
 def test_another_critic_than_the_one_that_was_trained_is_refused(make, blind, tmp_path):
     policy = make("gaussian", blind, sim=quiet(), critic="separate")
     policy.save(tmp_path / "final", policy.module.state_dict())
-    with pytest.raises(UserError, match="algorithm.critic makes critic.layers.0.bias .8., but in .* it is .256."):
+    with pytest.raises(
+        UserError, match="algorithm.critic gives critic.layers.0.bias the shape .8., but in .* it has .256."
+    ):
         make("gaussian", str(tmp_path / "final"), sim=quiet(), critic={"type": "separate", "width": 8})
 
 

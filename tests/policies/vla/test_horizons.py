@@ -44,7 +44,7 @@ class TestByHand:
     MEAN = (0.731059 * 0.8 - 0.268941 * 0.2, 0.7)
 
     def test_each_action_is_fused_from_the_horizons_that_reach_it(self, by_hand):
-        _, gates = by_hand.proposed(*asked())
+        _, gates = by_hand.predict_horizons(*asked())
         torch.testing.assert_close(gates, torch.tensor([[[0.731059, 0.0], [0.268941, 1.0]]]), atol=1e-6, rtol=0)
         greedy = by_hand.act(*asked(), ActionSampling([3], 0.0))["actions"].flatten().tolist()
         assert greedy == pytest.approx(self.MEAN, abs=1e-6) and greedy[0] == pytest.approx(0.531059, abs=1e-6)

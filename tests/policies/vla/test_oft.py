@@ -464,7 +464,7 @@ BAD = {
     "another head": (
         {"head": "token"},
         {},
-        "holds action_head.safetensors, which its actions come from, not from action",
+        "holds an L1 regression head, action_head.safetensors, but action",
     ),
     "no statistics": (
         {"statistics": None},

@@ -19,12 +19,14 @@ from mmrl.policies.vla.settings import PROMPT, Actions, FlowActions, FrozenFlow,
 
 
 class CachedPrefix:
-    """An `EncodedPrefix` from the cached last layer of a frozen backbone."""
+    """An `EncodedPrefix` from cached last hidden states of a frozen backbone."""
 
     layers: tuple[Tensor, ...] = ()
 
     def __init__(self, hidden: Tensor, mask: Tensor) -> None:
+        """hidden: [n, token, width]; mask: [n, token] bool, False at padding."""
         self.hidden, self.mask = hidden, mask
+        # index of the last token: the first position at which the count of tokens is highest
         end = mask.long().cumsum(1).argmax(1)
         self.last = hidden[torch.arange(len(hidden), device=hidden.device), end]
 
@@ -35,10 +37,10 @@ class CachedPrefix:
 class Backbone(nn.Module):
     """A network that encodes observations: camera images, an instruction and perhaps the robot's state."""
 
-    width: int  # of hidden states
+    width: int  # size of hidden states
     vocabulary: int  # token ids below it may be action tokens
     action_normalizer: ActionNormalizer | None = None  # of the checkpoint's own action head, if it has one
-    reads_state: bool = False  # True: it encodes the robot's state itself, and the head does not get it
+    reads_state: bool = False  # True: the backbone encodes the robot's state, and the head does not get it
 
     @property
     def frozen(self) -> bool:
@@ -75,12 +77,13 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def cache_rows(self, prefix: EncodedPrefix) -> list[Any]:
-        """Splits an encoded batch into rows on the CPU, without padding, for `collate_cached`."""
+        """Splits an encoded batch of n prefixes into n rows on the CPU, without padding, for `collate_cached`."""
         lengths = prefix.mask.sum(1).tolist()
         return [hidden[:length].cpu() for hidden, length in zip(prefix.hidden, lengths, strict=True)]
 
     def collate_cached(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
-        """Collates rows of `cache_rows` to the inputs of `cached_prefix`; they have the key "hidden"."""
+        """Collates rows of `cache_rows` to the inputs of `cached_prefix`. Among these is "hidden", by which
+        `Network.encode` tells cached inputs from those of `collate`."""
         mask = nn.utils.rnn.pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], batch_first=True)
         return {"hidden": nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(device), "mask": mask.to(device)}
 

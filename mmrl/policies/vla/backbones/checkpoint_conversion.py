@@ -17,9 +17,9 @@ from mmrl.policies.vla.backbones import oft
 
 # (action size, state size) -> (robot, chunk length); constants of OpenVLA-OFT's code, which no checkpoint holds.
 CHUNKS = {(7, 8): ("LIBERO", 8), (7, 7): ("BridgeData", 5)}
-ALOHA = 14  # its action size
+ALOHA_ACTION_DIM = 14
 
-# Exceptions of torch.load for anything but tensors, and for damaged files.
+# Exceptions that torch.load raises for pickles of other objects than tensors, and for damaged files.
 LOAD_ERRORS = (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, AssertionError, struct.error, OSError)
 
 
@@ -27,14 +27,14 @@ LOAD_ERRORS = (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError,
 class OpenVLAConversion:
     """The result of a conversion."""
 
-    files: list[Path]  # that were written
-    chunk: int | None  # actions of a chunk; None without an action head
-    robot: str | None  # the robot from whose sizes the chunk length is known; None if the user gave it
+    files: list[Path]  # written files
+    chunk: int | None  # number of actions of a chunk; None if there is no action head
+    robot: str | None  # the robot whose chunk length was taken; None if the user gave the length
 
 
 def convert(folder: Path, chunk: int | None) -> OpenVLAConversion:
-    """Writes `oft.FILES` beside the pickles in `folder`. chunk: actions of a chunk; None: derived from the sizes of
-    action and state.
+    """Converts the pickles in `folder` to safetensors, `oft.FILES`, in the same folder. chunk: number of actions of a
+    chunk; None: derived from the sizes of action and state.
 
     Raises UserError if the folder has no such pickles, or if one holds anything but the expected tensors."""
     num_files = len(list(folder.iterdir()))
@@ -45,7 +45,9 @@ def convert(folder: Path, chunk: int | None) -> OpenVLAConversion:
     parts = {part: load_tensors(file) for part, file in paths.items() if file is not None}
     if not parts:
         expected = " or ".join(f"{part}--STEP_checkpoint.pt" for part in oft.FILES)
-        raise UserError(f"{folder} has no {expected}, but {num_files} other files; give a checkpoint of OpenVLA-OFT")
+        raise UserError(
+            f"{folder} has no {expected}, but {num_files} other files; give the folder of an OpenVLA-OFT checkpoint"
+        )
     metadata: dict[str, dict[str, str]] = {part: {} for part in parts}
     robot = None
     if (head := parts.get("action_head")) is not None:
@@ -92,7 +94,8 @@ def error_summary(error: BaseException) -> str:
 
 
 def read_action_dim(file: Path | None, head: dict[str, Tensor]) -> int:
-    """Returns the action size of a head's weights. Raises UserError if they are not those of L1 regression."""
+    """Returns the action size of a head. head: its weights. Raises UserError if they are not of an L1 regression
+    head."""
     assert file is not None
     last = head.get("model.fc2.weight", torch.empty(0, 0))
     if last.dim() != 2 or any(name.startswith("noise_predictor.") for name in head):
@@ -102,7 +105,7 @@ def read_action_dim(file: Path | None, head: dict[str, Tensor]) -> int:
 
 
 def check_projector(file: Path | None, projector: dict[str, Tensor]) -> None:
-    """Raises UserError if these are not the weights of a projector of the robot's state."""
+    """Raises UserError if `projector` does not hold the weights of a projector of the robot's state."""
     assert file is not None
     first = projector.get("fc1.weight", torch.empty(0, 0))
     if first.dim() != 2:
@@ -113,10 +116,12 @@ def check_projector(file: Path | None, projector: dict[str, Tensor]) -> None:
 def chunk_length(
     folder: Path, action_dim: int, parts: dict[oft.PartName, dict[str, Tensor]], requested: int | None
 ) -> tuple[int, str | None]:
-    """Returns the actions of a chunk, and the robot from whose sizes they are known (None if `requested`). Raises
-    UserError if they are not known."""
-    if action_dim == ALOHA:
-        raise UserError(f"{folder}: actions of {ALOHA} numbers are ALOHA's, whose min/max scaling is not supported")
+    """Returns the number of actions of a chunk: `requested`, or that of the robot with these sizes of action and state.
+    Returns also the robot's name, None if `requested` is given. Raises UserError if no known robot has these sizes."""
+    if action_dim == ALOHA_ACTION_DIM:
+        raise UserError(
+            f"{folder}: actions of {ALOHA_ACTION_DIM} numbers are ALOHA's, whose min/max scaling is not supported"
+        )
     if requested is not None:
         return requested, None
     projector = parts.get("proprio_projector", {}).get("fc1.weight")

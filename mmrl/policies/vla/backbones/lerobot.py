@@ -55,9 +55,9 @@ from mmrl.policies.vlm import loading
 from mmrl.sims.vector.simulator import nearest
 
 WEIGHTS = "model.safetensors"
-EMPTY = ".empty_camera_"  # in LeRobot's names of images that it pads itself
+EMPTY = ".empty_camera_"  # part of the names of images that no camera gives: LeRobot fills them itself
 UNSUPPORTED_OPTIONS = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model")
-ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # a LoRA in peft's format, as LeRobot saves it
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # a LoRA in peft's format, as LeRobot saves it
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class LeRobotObservation:
 
 
 class ExpertPrefix:
-    """The prefix of n observations, to which the action expert attends; an `EncodedPrefix` that only has `last`."""
+    """The prefix of n observations, to which the action expert attends. Of an `EncodedPrefix` it only has `last`."""
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], mask: Tensor, state: Tensor, last: Tensor) -> None:
         """layers: keys and values of each layer, [n, head, token, size]; mask: [n, token] bool; state: normalised and
-        padded to LeRobot's max_state_dim, [n, max state]; last: the last layer at the last token, [n, width]."""
+        padded to LeRobot's max_state_dim, [n, max state]; last: the last hidden state of the last token, [n, width]."""
         self.keys_and_values, self.mask, self.state, self.last = tuple(layers), mask, state, last
 
     def select(self, rows: Tensor) -> ExpertPrefix:
@@ -85,12 +85,12 @@ class ExpertPrefix:
         return ExpertPrefix(layers, self.mask[rows], self.state[rows], self.last[rows])
 
     def cache(self) -> DynamicCache:
-        """Returns keys and values as a new transformers cache, because LeRobot appends to it."""
+        """Returns keys and values as a new transformers cache each time, because LeRobot appends to the cache."""
         return DynamicCache(tuple((keys, values) for keys, values in self.keys_and_values))
 
 
 class LeRobotNormalizer:
-    """The `mmrl.policies.vla.heads.codec.ActionNormalizer` made of a LeRobot checkpoint's own processors."""
+    """An `mmrl.policies.vla.heads.codec.ActionNormalizer` that uses the processors of a LeRobot checkpoint."""
 
     clipped = False
 
@@ -117,13 +117,14 @@ class LeRobotNormalizer:
 
 
 class LeRobotBackbone(Backbone):
-    """A whole LeRobot policy. Its action expert belongs to it; all other parts compute the prefix."""
+    """A whole LeRobot policy. Its action expert is a part of this module, although `LeRobotHead` calls it; all other
+    parts compute the prefix."""
 
     def __init__(
         self, policy: PreTrainedPolicy | peft.PeftModel, files: ProcessorFiles, features: Sequence[str]
     ) -> None:
-        """policy: LeRobot's, or peft's model around it. features: names of the checkpoint's image features, one for
-        each of the cameras in `prepare`."""
+        """policy: LeRobot's policy, or the peft model that wraps it. features: names of the checkpoint's image
+        features, one for each of the cameras in `prepare`."""
         super().__init__()
         self.policy = policy
         config = self.unwrapped.config
@@ -220,8 +221,8 @@ class LeRobotBackbone(Backbone):
         weights: dict[str, Tensor] = {}
         pointers: set[int] = set()
         for name, value in state.items():
-            tied = value.data_ptr() in pointers  # safetensors refuses tensors that share memory
-            weights[name.removeprefix("policy.")] = value.clone() if tied else value.contiguous()
+            is_tied = value.data_ptr() in pointers  # safetensors refuses tensors that share memory
+            weights[name.removeprefix("policy.")] = value.clone() if is_tied else value.contiguous()
             pointers.add(value.data_ptr())
         if self.policy is self.unwrapped:
             save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
@@ -243,8 +244,8 @@ class LeRobotBackbone(Backbone):
         return not any(p.requires_grad for n, p in self.policy.named_parameters() if self._part(n) != "expert")
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
-        """Predicts the velocity, shaped like x. x: noisy chunks [n, chunk_size, max_action_dim] of LeRobot's sizes;
-        sigma: noise levels [n]."""
+        """Predicts the velocity, shaped like x. x: noisy chunks [n, chunk_size, max_action_dim], sizes of LeRobot's
+        configuration; sigma: noise levels [n]."""
         raise NotImplementedError
 
     @classmethod
@@ -267,9 +268,9 @@ class SmolVLABackbone(LeRobotBackbone):
         images, image_masks = self.unwrapped.prepare_images(inputs)
         state = self.unwrapped.prepare_state(inputs)
         tokens = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
-        embeddings, mask, blocks = model.embed_prefix(images, image_masks, *tokens, state=state)
+        embeddings, mask, attention_marks = model.embed_prefix(images, image_masks, *tokens, state=state)
         (hidden, _), cache = model.vlm_with_expert(
-            attention_mask=make_att_2d_masks(mask, blocks),
+            attention_mask=make_att_2d_masks(mask, attention_marks),
             position_ids=mask.cumsum(1) - 1,
             inputs_embeds=[embeddings, None],
             use_cache=True,
@@ -302,11 +303,11 @@ class Pi0Backbone(LeRobotBackbone):
         paligemma_with_expert = model.paligemma_with_expert
         images, image_masks = self.unwrapped._preprocess_images(inputs)
         tokens = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
-        embeddings, mask, blocks = model.embed_prefix(images, image_masks, *tokens)
+        embeddings, mask, attention_marks = model.embed_prefix(images, image_masks, *tokens)
         # as LeRobot's own sampling does
         paligemma_with_expert.paligemma.model.language_model.config._attn_implementation = "eager"
         (hidden, _), cache = paligemma_with_expert(
-            attention_mask=prepare_attention_masks_4d(make_att_2d_masks(mask, blocks)),
+            attention_mask=prepare_attention_masks_4d(make_att_2d_masks(mask, attention_marks)),
             position_ids=mask.cumsum(1) - 1,
             inputs_embeds=[embeddings, None],
             use_cache=True,
@@ -314,7 +315,7 @@ class Pi0Backbone(LeRobotBackbone):
         return make_expert_prefix(cache, mask, self._state(inputs), hidden)
 
     def _state(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Returns the normalised state for the expert, padded to [n, max state]."""
+        """Returns the normalised state that the expert reads, zero-padded to [n, max state]."""
         state: Tensor = self.unwrapped.prepare_state(inputs)
         return state
 
@@ -340,8 +341,8 @@ class Pi05Backbone(Pi0Backbone):
 
 class LeRobotHead(FlowHead):
     """A flow head around the action expert of a LeRobot policy, whose parameters belong to the backbone. The expert
-    plans more actions than are executed, with more numbers than the robot has. Those are not scored, as in pi_RL (arXiv
-    2510.25889)."""
+    plans more actions than are executed, with more numbers than the robot's actions have. The surplus is not scored, as
+    in pi_RL (arXiv 2510.25889)."""
 
     def __init__(
         self,
@@ -365,8 +366,9 @@ BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0"
 def make_expert_prefix(
     cache: Iterable[tuple[Tensor, ...]], mask: Tensor, state: Tensor, hidden: Tensor
 ) -> EncodedPrefix:
-    """Builds the encoded prefix from LeRobot's outputs. cache: keys and values of each layer; mask: [n, token]; state:
-    normalised, [n, max state]; hidden: the last layer, [n, token, width]."""
+    """Builds the encoded prefix from LeRobot's outputs. cache: keys and values of each layer; mask: [n, token], False
+    at padding; state: normalised, [n, max state]; hidden: last hidden states, [n, token, width]."""
+    # index of the last token: the first position at which the count of tokens is highest
     end = mask.long().cumsum(1).argmax(1)
     last = hidden[torch.arange(len(mask), device=mask.device), end]
     layers = [(keys, values) for keys, values, *_ in cache]
@@ -387,8 +389,8 @@ def _drop_cache_position() -> None:
 
 
 def match_features(path: str, names: Sequence[str], action: Actions) -> list[str]:
-    """Returns the checkpoint's image feature for each camera of the policy, in the order of `action.cameras`; without
-    that option the policy gets one image. names: those of the checkpoint's image features.
+    """Returns the checkpoint's image feature for each camera of the policy, in the order of `action.cameras`; if that
+    is not set, the policy gets one image. names: the names of the checkpoint's image features.
 
     Raises UserError if cameras and image features do not match."""
     num_cameras = len(action.cameras or ("all",))
@@ -414,24 +416,24 @@ def match_features(path: str, names: Sequence[str], action: Actions) -> list[str
 
 
 def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobotBackbone:
-    """Loads a LeRobot policy from a folder or a hub name, with the LoRA that it holds, or a new one if `model.lora` is
-    set. Raises UserError for a file, tensor or option that does not fit."""
+    """Loads a LeRobot policy from a folder or a hub name, with the LoRA in that folder, or with a new LoRA if
+    `model.lora` is set. Raises UserError for a file, tensor or option that does not fit."""
     if model.processor:
         raise UserError("model.processor is not for LeRobot policies; remove it")
     folder = _folder(path)
-    is_lora = (folder / ADAPTERS[0]).is_file()
+    is_lora = (folder / ADAPTER_FILES[0]).is_file()
     base = loading.base_of(str(folder)) if is_lora else path
-    saved_config = json.loads(_existing(path, folder / CONFIG).read_text())
+    saved_config = json.loads(_require_file(path, folder / CONFIG).read_text())
     for option in UNSUPPORTED_OPTIONS:
         if saved_config.get(option):
             raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which mmrl cannot train")
     if saved_config.get("use_peft") and not is_lora:
         raise UserError(
-            f"model.path={path}: {CONFIG} has use_peft=true, but {ADAPTERS[0]} is missing; copy the whole folder"
+            f"model.path={path}: {CONFIG} has use_peft=true, but {ADAPTER_FILES[0]} is missing; copy the whole folder"
         )
-    weights = _existing(path, (_folder(base) if is_lora else folder) / WEIGHTS)
+    weights = _require_file(path, (_folder(base) if is_lora else folder) / WEIGHTS)
     for name in (PREPROCESSOR, POSTPROCESSOR):
-        _existing(path, folder / f"{name}.json")
+        _require_file(path, folder / f"{name}.json")
     files = load_processor_files(path, folder, action)
     config = PreTrainedConfig.from_pretrained(folder)
     features = match_features(path, [name for name in config.image_features if EMPTY not in name], action)
@@ -447,16 +449,17 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
         use_fp32_projections(policy)
     if is_lora:
         policy = peft.PeftModel.from_pretrained(policy, folder, is_trainable=True)
-        backbone_class.freeze(policy, model.freeze)  # the adapters inside these parts
+        backbone_class.freeze(policy, model.freeze)  # this time the adapters inside these parts
     elif model.lora is not None:
         policy = with_lora(policy, base, model.lora)
-    for parameter in policy.parameters():  # not buffers: those of rotary embeddings are angles
+    for parameter in policy.parameters():  # not buffers: they hold the angles of rotary embeddings
         parameter.data = parameter.data.to(getattr(torch, model.dtype))
     return backbone_class(policy, files, features)
 
 
 def freeze_unused_heads(policy: nn.Module) -> None:
-    """Freezes language model heads, on which no action depends, unless they are tied to the input embeddings."""
+    """Freezes language model heads, on whose output no action depends, unless their weights are tied to the input
+    embeddings."""
     named = list(policy.named_parameters(remove_duplicate=False))
     num_uses = Counter(id(parameter) for _, parameter in named)
     for name, parameter in named:
@@ -487,8 +490,8 @@ def use_fp32_projections(policy: PreTrainedPolicy) -> None:
 
 
 def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel:
-    """Adds LoRA adapters to the trainable linear layers of `policy`. base: path of its files, which peft saves. Raises
-    UserError if no layer matches."""
+    """Adds LoRA adapters to the trainable linear layers of `policy`. base: the path of its files, which peft saves with
+    the adapters. Raises UserError if no layer matches."""
     lora_config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -508,7 +511,7 @@ def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel
     return peft.get_peft_model(policy, lora_config)
 
 
-def _existing(path: str, file: Path) -> Path:
+def _require_file(path: str, file: Path) -> Path:
     """Returns `file`. Raises UserError if it does not exist."""
     if not file.is_file():
         raise UserError(f"model.path={path} is a LeRobot policy without {file}; save it with LeRobot 0.5 or later")
@@ -519,12 +522,12 @@ def _folder(path: str) -> Path:
     """Returns `path` if it is a folder, else downloads the files of that hub name and returns their folder."""
     if Path(path).is_dir():
         return Path(path)
-    return Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *FILES, *ADAPTERS]))
+    return Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *FILES, *ADAPTER_FILES]))
 
 
 def _load_weights(policy: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
     """Loads tensors by name into `policy`. Raises UserError for missing, unexpected or mismatched ones, which LeRobot's
-    own loading accepts. One of two tied tensors is enough."""
+    own loading accepts. Of two tied tensors, one in the file is enough."""
     named = {name if name.startswith("model.") else f"model.{name}": tensor for name, tensor in tensors.items()}
     state = policy.state_dict()
     pointers = {state[name].data_ptr() for name in named if name in state}

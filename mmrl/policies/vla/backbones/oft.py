@@ -27,12 +27,14 @@ from mmrl.policies.vla.heads.head import BidirectionalEncodedPrefix, EncodedPref
 from mmrl.policies.vla.settings import Actions, NormalActions
 
 PartName = Literal["action_head", "proprio_projector"]
-# Without the word "checkpoint": OpenVLA-OFT loads any file with that word and the part's name in its own name.
+# Files that mmrl reads and writes. Their names lack the word "checkpoint", since OpenVLA-OFT loads any file whose name
+# has this word and the part's name.
 FILES: dict[PartName, str] = {part: f"{part}.safetensors" for part in ("action_head", "proprio_projector")}
+# Pickles: patterns of published ones, and names of those that mmrl saves for OpenVLA-OFT's own code.
 PUBLISHED: dict[PartName, str] = {part: f"{part}--*.pt" for part in FILES}
 SAVED: dict[PartName, str] = {part: f"{part}--latest_checkpoint.pt" for part in FILES}
-DISTRIBUTED = "module."  # begins every name in the published files
-UNSUPPORTED = {  # patterns of files, and the reason
+DISTRIBUTED = "module."  # prefix of every tensor's name in the pickles, from distributed training
+UNSUPPORTED = {  # patterns of files, and why mmrl does not support them
     "noisy_action_projector--*.pt": "its actions are denoised (OpenVLA-OFT's use_diffusion)",
     "vision_backbone--*.pt": "its image features are conditioned on the words (FiLM)",
 }
@@ -85,17 +87,18 @@ class ProprioProjector(nn.Module):
 class L1Head(NormalHead):
     """A Gaussian head whose mean is the prediction of the published L1 regression head."""
 
-    optional_parameters = ("model.",)  # they are saved in the published file
+    optional_parameters = ("model.",)  # they have a file of their own, action_head.safetensors
 
     def __init__(self, settings: NormalActions, action: Actions, action_dim: int, width: int) -> None:
-        """width: that of the backbone. The weights are random until `read_into` loads the published ones."""
+        """width: size of the backbone's hidden states. The weights are random until `read_into` loads the published
+        ones."""
         super().__init__(settings, action, action_dim, 0)
         self.model, self.width = ActionNetwork(width, action_dim), width
 
     def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
         chunk, size = self.shape
         empty = torch.zeros(len(state), chunk * size, self.width, device=state.device)
-        # a number of an action is predicted at the position before it
+        # each number of an action is predicted at the position before its own
         hidden = cast(BidirectionalEncodedPrefix, prefix).encode_with(empty)[:, :-1]
         return self.model(rearrange(hidden, "n (c a) w -> n c (a w)", c=chunk)).float()
 
@@ -118,6 +121,7 @@ def projector_shapes(width: int, state_dim: int) -> Shapes:
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    """Returns the shapes of tensors by name."""
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
@@ -142,8 +146,8 @@ class PartFiles:
     projector: Path | None
 
     def check(self, path: str, action: Actions, sizes: tuple[int, int, int]) -> None:
-        """Raises UserError if these are not the parts that `action` needs; reads no weights. path: that of the model;
-        sizes: the model's width, the action size, and the size of the state that the policy may read."""
+        """Raises UserError if these files are not those that `action` needs; reads no weights. path: model.path; sizes:
+        the model's width, the action size, and the size of the state that the policy may read."""
         width, action_dim, state_dim = sizes
         l1_head = isinstance(action.head.checkpoint_head, L1Actions)
         if l1_head and self.head is None:
@@ -153,7 +157,7 @@ class PartFiles:
             )
         if not l1_head and self.head is not None:
             raise UserError(
-                f"model.path={path} holds {self.head.name}, which its actions come from, not from "
+                f"model.path={path} holds an L1 regression head, {self.head.name}, but "
                 f"action.head.type={action.head.type}; use action.head.type=l1, or remove the file to train a new head"
             )
         if self.head is not None:
@@ -212,7 +216,8 @@ class PartFiles:
 
 
 def find_files(folders: Sequence[Path]) -> PartFiles:
-    """Finds each part's file in the first of `folders` that has it: that of an adapter, then that of its base model."""
+    """Finds the file of each part in the first of `folders` that has it. folders: the model's, then its base model's if
+    the model is a LoRA."""
     paths: dict[PartName, Path | None] = {}
     for part, name in FILES.items():
         paths[part] = next((folder / name for folder in folders if (folder / name).is_file()), None)
@@ -220,7 +225,8 @@ def find_files(folders: Sequence[Path]) -> PartFiles:
 
 
 def check_readable(path: str, names: Sequence[str]) -> None:
-    """Raises UserError if the files `names` at `path` hold parts that are not supported, or that are pickles only."""
+    """Raises UserError if the model has parts that are not supported, or parts that exist only as pickles. names: of
+    the files at `path`."""
     for pattern, reason in UNSUPPORTED.items():
         for name in fnmatch.filter(names, pattern):
             raise UserError(f"model.path={path} holds {name}: {reason}, which is not supported")
@@ -234,8 +240,8 @@ def check_readable(path: str, names: Sequence[str]) -> None:
 
 
 def read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
-    """Returns the shapes by name and the metadata of a safetensors file, without its weights. Raises UserError if it is
-    no such file."""
+    """Returns the shapes by name and the metadata of a safetensors file, without reading its weights. Raises UserError
+    if it is not a safetensors file."""
     try:
         with safe_open(file, "pt") as opened:
             shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -245,7 +251,7 @@ def read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
 
 
 def read_into(module: nn.Module, file: Path) -> None:
-    """Loads the weights of a file whose shapes were checked. Parameters that it does not hold keep their values."""
+    """Loads the weights of a file whose shapes were checked. Parameters that are not in the file keep their values."""
     module.load_state_dict(safetensors.load_file(file), strict=False)
 
 

@@ -41,9 +41,9 @@ from mmrl.policies.vla.statistics import load_state_quantiles
 from mmrl.policies.vlm import loading
 from mmrl.policies.vlm import policy as vlm
 
-WEIGHTS = "*.safetensors"
+WEIGHTS = "*.safetensors"  # pattern of the files with weights
 PREPROCESSOR, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
-EXTRA_FILES = (  # files that a saved model copies
+EXTRA_FILES = (  # files that are copied to saved models
     *(PREPROCESSOR, TOKENIZER, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "dataset_statistics.json"),
 )
@@ -63,7 +63,7 @@ class OpenVLAConfig(PreTrainedConfig):
     image_sizes: list[int] | None = None
     use_fused_vision_backbone: bool = True
     pad_token_id: int = 32000
-    pad_to_multiple_of: int = 64  # rows of the embeddings without a token
+    pad_to_multiple_of: int = 64  # number of rows at the end of the embeddings that belong to no token
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
@@ -83,7 +83,7 @@ class OpenVLALayerScale(nn.Module):
 
 
 class VisionBackbone(nn.Module):
-    """One or two vision transformers of timm, whose features of a patch, from the next-to-last layer, are
+    """One or two vision transformers of timm. For each patch, the features of their next-to-last layers are
     concatenated."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
@@ -128,7 +128,7 @@ class Projector(nn.Module):
     """Projects patch features to the width of the language model."""
 
     def __init__(self, vision_width: int, language_width: int, fused: bool) -> None:
-        """fused: whether the features are those of two vision transformers."""
+        """fused: whether there are two vision transformers."""
         super().__init__()
         hidden_width = 4 * vision_width if fused else language_width
         self.fc1, self.fc2 = nn.Linear(vision_width, hidden_width), nn.Linear(hidden_width, language_width)
@@ -191,9 +191,9 @@ class OpenVLAObservation:
 class ObservationPreprocessing:
     """Settings of preprocessing and encoding of observations."""
 
-    bidirectional: bool  # True: in one bidirectional pass as OpenVLA-OFT, see `BidirectionalPrefix`
+    bidirectional: bool  # True: prompt and actions are encoded in one pass as in OpenVLA-OFT, see `BidirectionalPrefix`
     crop: float = 1.0  # share of an image's area that the center crop keeps
-    jpeg: bool = False  # whether images are resized by `resize_as_in_training`
+    resize_as_in_training: bool = False  # True: images are resized by the function of this name
     states: StateQuantiles | None = None  # normalises the robot's state; None: the state is not read
 
 
@@ -212,8 +212,8 @@ class OpenVLABackbone(Backbone):
         preprocessing: ObservationPreprocessing,
         parts: oft.PartFiles,
     ) -> None:
-        """extra_files: contents by name, which `save` copies. parts: checked files; the state projector is loaded
-        here, the head by `l1_head`."""
+        """extra_files: contents of the files that `save` copies, by name. parts: checked files of OpenVLA-OFT; the
+        state projector is loaded here, the L1 head by `l1_head`."""
         super().__init__()
         self.model, self.tokenizer, self.extra_files = model, tokenizer, extra_files
         self.max_prompt_length, self.preprocessing, self.head_file = max_prompt_length, preprocessing, parts.head
@@ -292,7 +292,8 @@ class OpenVLABackbone(Backbone):
         model = self.unwrapped
         pixels = inputs["images"].float() / 255
         mean, std = (part[:, None, None, :, None, None].float() for part in (self.mean, self.std))
-        images = ((pixels - mean) / std).to(model.dtype).unbind(0)  # [n, camera, 3, size, size] a vision transformer
+        # For each vision transformer [n, camera, 3, size, size]
+        images = ((pixels - mean) / std).to(model.dtype).unbind(0)
         state = None if self.proprio is None else self.proprio(inputs["state"])
         embedded = model.embed(inputs["ids"], inputs["mask"], images, state)
         if self.preprocessing.bidirectional:
@@ -316,15 +317,15 @@ class OpenVLABackbone(Backbone):
     def _resize(self, image: NDArray[np.uint8]) -> Tensor:
         """Resizes an image [h, w, 3] to the model's size and crops it: [3, height, width] uint8."""
         height, width = self.size
-        if self.preprocessing.jpeg:
+        if self.preprocessing.resize_as_in_training:
             resized = resize_as_in_training(image, height, width)
         else:
             resized = np.asarray(Image.fromarray(image).resize((width, height), self.resampling))
         return torch.from_numpy(center_crop(resized, self.preprocessing.crop).transpose(2, 0, 1).copy())
 
     def _ids(self, text: str, cameras: int) -> Tensor:
-        """Tokenizes a prompt, [token] int64, and appends the space that precedes actions if it is missing. Raises
-        UserError if prompt and image patches of all cameras are longer than `max_prompt_length`."""
+        """Tokenizes a prompt, [token] int64, and appends the space that precedes actions if it is missing. cameras: the
+        number of images. Raises UserError if prompt and image patches are longer than `max_prompt_length`."""
         ids = self.tokenizer.encode(text).ids
         if ids[-1] != SPACE_TOKEN:
             ids = [*ids, SPACE_TOKEN]
@@ -341,7 +342,7 @@ class OpenVLABackbone(Backbone):
 
 class BidirectionalPrefix:
     """Prompts that are encoded together with the tokens that follow, under bidirectional attention, as OpenVLA-OFT was
-    trained. So keys and values cannot be cached. `hidden` and `last` are those of the prompt alone."""
+    trained. So keys and values cannot be cached. `hidden` and `last` are hidden states of the prompt encoded alone."""
 
     layers: tuple[Tensor, ...] = ()
 
@@ -362,8 +363,8 @@ class BidirectionalPrefix:
         return self._last(self.hidden)
 
     def encode_with(self, tokens: Tensor) -> Tensor:
-        """Encodes embeddings `tokens` [n, t, width] and an end token behind the prompts. Returns the last layer at each
-        prompt's last token and at `tokens`, [n, 1 + t, width]."""
+        """Encodes prompts, followed by embeddings `tokens` [n, t, width] and an end token. Returns the last hidden
+        states of each prompt's last token and of `tokens`, [n, 1 + t, width]."""
         n, t = tokens.shape[:2]
         prompt = self.inputs["inputs_embeds"]
         suffix = torch.cat([tokens.to(prompt.dtype), self.end.expand(n, 1, -1)], 1)
@@ -384,8 +385,9 @@ class BidirectionalPrefix:
         return hidden[torch.arange(len(hidden), device=hidden.device), self.length - 1]
 
     def _forward(self, embeddings: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Computes hidden states of embeddings, [n, token, width] each. mask: [n, token], 0 at padding."""
-        # Every position attends to all that are not padding.
+        """Computes last hidden states [n, token, width]. embeddings: [n, token, width]; mask: [n, token], 0 at padding;
+        position_ids: [n, token]."""
+        # Every position attends to all positions that are not padding.
         attention_bias = (1 - mask[:, None, None, :].to(embeddings.dtype)) * torch.finfo(embeddings.dtype).min
         output = self.model.base_model(
             inputs_embeds=embeddings,
@@ -399,7 +401,7 @@ class BidirectionalPrefix:
 def load(
     path: str, settings: VisionLanguageActionModel, action: Actions, max_prompt_length: int, sizes: tuple[int, int]
 ) -> OpenVLABackbone:
-    """Loads OpenVLA or OpenVLA-OFT from a folder or a hub name; if `path` is a LoRA, its base model with it.
+    """Loads OpenVLA or OpenVLA-OFT from a folder or a hub name; if `path` is a LoRA, its base model with the LoRA.
 
     sizes: the action size, and the size of the state that the policy may read. Raises UserError for a file, tensor or
     option that does not fit, before weights are read where possible."""
@@ -454,7 +456,7 @@ def center_crop(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:
     side = np.float32(np.sqrt(area))
 
     def interpolate(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
-        """Crops and resizes one axis by linear interpolation."""
+        """Crops and resizes one axis of `values` [height, width, 3] by linear interpolation."""
         n = values.shape[axis]
         position = (1 - side) / 2 * np.float32(n - 1) + np.arange(n, dtype=np.float32) * side
         fraction = np.expand_dims(position - np.floor(position), tuple(i for i in range(3) if i != axis))
@@ -463,6 +465,7 @@ def center_crop(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:
         return lower + (upper - lower) * fraction
 
     cropped = interpolate(interpolate(image.astype(np.float32) / np.float32(255), 1), 0)
+    # TensorFlow's conversion to bytes: 255.5 and truncation in place of 255 and rounding
     return (cropped.clip(0, 1) * np.float32(255.5)).astype(np.uint8)
 
 

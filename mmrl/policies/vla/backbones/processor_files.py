@@ -4,8 +4,8 @@ LeRobot skips the normalisation, without an error, if the statistics do not have
 "observation.state".
 
 policy_preprocessor.json     {"steps": [{"registry_name": "normalizer_processor", "config": {"features", "norm_map"},
-                             "state_file": NAME.safetensors}, ...]}; the file holds the mean of "action" and the like
-policy_postprocessor.json    the same with "unnormalizer_processor"
+                             "state_file": NAME.safetensors}, ...]}; the file holds tensors such as "action.mean"
+policy_postprocessor.json    as policy_preprocessor.json, but with "unnormalizer_processor"
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.settings import Actions
-from mmrl.policies.vla.statistics import NUMBERS, DataSetStatistics, FeatureType, ends_with, read
+from mmrl.policies.vla.statistics import STATISTIC_NAMES, DataSetStatistics, FeatureType, ends_with, read
 
 CONFIG = "config.json"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 FILES = (CONFIG, f"{PREPROCESSOR}*", f"{POSTPROCESSOR}*")  # files that a saved policy copies unchanged
+# Registry name of the step that normalises, and the features that it normalises, in each processor.
 STEPS = {PREPROCESSOR: "normalizer_processor", POSTPROCESSOR: "unnormalizer_processor"}
 FEATURES: dict[FeatureType, str] = {"state": "observation.state", "action": "action"}
 NORMALISED: dict[str, tuple[FeatureType, ...]] = {PREPROCESSOR: ("state", "action"), POSTPROCESSOR: ("action",)}
@@ -65,7 +66,7 @@ class ConstantValues:
 
 @dataclass(frozen=True)
 class ProcessorFiles:
-    """The files of a LeRobot policy apart from its weights."""
+    """The files of a LeRobot policy except its weights."""
 
     contents: dict[str, bytes]  # by name
     constants: Mapping[FeatureType, ConstantValues | None]  # None: the feature is not normalised
@@ -102,6 +103,7 @@ class Normaliser:
 
     @property
     def where(self) -> str:
+        """The beginning of messages: the model and the processor's file."""
         return f"model.path={self.path}: {self.file}"
 
     def required_statistics(self, feature_type: FeatureType) -> tuple[str, ...]:
@@ -123,12 +125,15 @@ class Normaliser:
         return MODES[mode]
 
     def size(self, feature_type: FeatureType) -> int:
+        """Returns the number of numbers in an action or a state."""
         return int(np.prod(self.features[FEATURES[feature_type]]["shape"]))
 
     def own_statistics(self, feature_type: FeatureType, key: str | None) -> Statistics:
-        """Returns the checkpoint's statistics of actions or states, whose names may begin with that of a data set.
+        """Returns the checkpoint's statistics of actions or states. Their names in the file may begin with the name of
+        a data set.
 
-        key: the data set, `action.statistics_key`. Raises UserError if there are none, or several and no `key`."""
+        key: action.statistics_key, the name of the data set to choose. Raises UserError if there are no statistics, or
+        those of several data sets and `key` is None."""
         feature, required = FEATURES[feature_type], self.required_statistics(feature_type)
         entries: dict[str, Statistics] = {}
         for name, tensor in self.tensors.items():
@@ -162,8 +167,8 @@ class Normaliser:
         return entries[candidates[0]]
 
     def statistics_from(self, data_set: DataSetStatistics, feature_type: FeatureType) -> Statistics:
-        """Converts a data set's statistics of actions or states. Raises UserError if a required one is missing, and if
-        its mask leaves numbers unscaled."""
+        """Converts a data set's statistics of actions or states to tensors by name. Raises UserError if a required
+        statistic is missing, and if the data set's mask excludes numbers from normalisation."""
         size = self.size(feature_type)
         if not data_set.mask(feature_type, size).all():
             raise UserError(
@@ -171,11 +176,11 @@ class Normaliser:
                 "which LeRobot's processors cannot do; use statistics without a mask"
             )
         required, (_, entry) = self.required_statistics(feature_type), data_set.entry(feature_type)
-        names = [*required, *(name for name in NUMBERS if name in entry and name not in required)]
+        names = [*required, *(name for name in STATISTIC_NAMES if name in entry and name not in required)]
         numbers = {name: data_set.numbers(feature_type, name, size) for name in names}
         return {name: torch.from_numpy(values.astype(np.float32)) for name, values in numbers.items()}
 
-    def check(self, feature_type: FeatureType, statistics: Statistics) -> ConstantValues:
+    def find_constants(self, feature_type: FeatureType, statistics: Statistics) -> ConstantValues:
         """Returns the numbers that are constant in the data. Raises UserError for statistics that are not finite, and
         for a negative range or standard deviation."""
         first, second = (statistics[name].float() for name in self.required_statistics(feature_type))
@@ -203,7 +208,7 @@ def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorF
     path: that of the model, for messages. Raises UserError if statistics are missing or ambiguous.
     """
     contents = {file.name: file.read_bytes() for pattern in FILES for file in sorted(folder.glob(pattern))}
-    data_set = _replacement(path, action)
+    data_set = _replacement_statistics(path, action)
     constants: dict[FeatureType, ConstantValues | None] = {"state": None, "action": None}
     for processor in (PREPROCESSOR, POSTPROCESSOR):
         normaliser = Normaliser(path, processor, contents)
@@ -212,7 +217,7 @@ def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorF
             if normaliser.required_statistics(feature_type):
                 statistics = _load_statistics(normaliser, feature_type, data_set, action)
                 statistics_of[feature_type] = statistics
-                constants[feature_type] = constants[feature_type] or normaliser.check(feature_type, statistics)
+                constants[feature_type] = constants[feature_type] or normaliser.find_constants(feature_type, statistics)
         if changed := _with_lerobot_names(normaliser, statistics_of):
             contents |= _changed_files(contents, normaliser, changed)
     for feature_type, values in constants.items():
@@ -230,9 +235,9 @@ def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorF
     return ProcessorFiles(contents, constants)
 
 
-def _replacement(path: str, action: Actions) -> DataSetStatistics | None:
-    """Reads the statistics that replace the checkpoint's; None if none do. Raises UserError for options that do not fit
-    together."""
+def _replacement_statistics(path: str, action: Actions) -> DataSetStatistics | None:
+    """Reads the statistics that replace the checkpoint's; None without action.replace_statistics. Raises UserError for
+    options that do not fit together."""
     if action.normalisation is not None:
         raise UserError(
             f"action.normalisation={action.normalisation}, but the processors of model.path={path} have modes of their "
@@ -255,15 +260,15 @@ def _replacement(path: str, action: Actions) -> DataSetStatistics | None:
 def _load_statistics(
     normaliser: Normaliser, feature_type: FeatureType, data_set: DataSetStatistics | None, action: Actions
 ) -> Statistics:
-    """Returns the statistics of actions or states, those of `data_set` if it is given."""
+    """Returns the statistics of actions or states: of `data_set` if it is given, else of the checkpoint."""
     if data_set is None:
         return normaliser.own_statistics(feature_type, action.statistics_key)
     return normaliser.statistics_from(data_set, feature_type)
 
 
 def _with_lerobot_names(normaliser: Normaliser, statistics_of: Mapping[FeatureType, Statistics]) -> Statistics | None:
-    """Returns all tensors of the normaliser's file, with `statistics_of` under LeRobot's names; None if the file holds
-    them so already."""
+    """Returns all tensors of the normaliser's file, with `statistics_of` under LeRobot's names; None if the file
+    already holds them under these names."""
     renamed: Statistics = {}
     for feature_type, statistics in statistics_of.items():
         renamed |= {f"{FEATURES[feature_type]}.{name}": tensor for name, tensor in statistics.items()}
@@ -276,7 +281,8 @@ def _with_lerobot_names(normaliser: Normaliser, statistics_of: Mapping[FeatureTy
 
 
 def _changed_files(contents: Mapping[str, bytes], normaliser: Normaliser, tensors: Statistics) -> dict[str, bytes]:
-    """Returns the files of a processor that change if it gets these tensors, by name. contents: of all files."""
+    """Returns the new contents of those files of a processor that change if it gets these tensors, by name. contents:
+    of all files, by name."""
     if normaliser.state_file is not None:
         return {normaliser.state_file: save(tensors)}
     tree = json.loads(contents[normaliser.file])

@@ -24,6 +24,9 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.backbones.backbone import Backbone
 
 CONFIG, WEIGHTS = "small_vla.json", "model.safetensors"
+MAX_WORDS = 24  # words of a prompt that are read
+MAPS, SUMS = 4, 2  # attention maps, and weighted sums of words, of `Board`
+SQUARE_WIDTH = 32  # width of the embedding of a grid world's square
 _log = logging.getLogger(__name__)
 
 
@@ -31,8 +34,8 @@ _log = logging.getLogger(__name__)
 class SmallActionConfig:
     """Sizes of a `SmallBackbone`, as small_vla.json holds them."""
 
-    words: tuple[str, ...]  # vocabulary of prompts; other words share one id
-    bins: int = 256  # action tokens, whose ids follow those of words
+    words: tuple[str, ...]  # vocabulary of prompts; unknown words share the id 0
+    bins: int = 256  # number of action tokens, whose ids follow the ids of words
     width: int = 128
     layers: int = 2
     heads: int = 4
@@ -60,9 +63,9 @@ class SmallBackbone(Backbone):
     With `codes` an image shows a grid world: one pixel a square, whose channels encode the object there. `Board` reads
     image and words, and the transformer gets its output as the only token.
 
-    With `normalise` (instance norm, arXiv 1607.08022) it learns to locate several objects from fewer batches
-    (`scripts/bench/tabletop.md`): otherwise outputs of the third convolution start so small that the softmax is flat.
-    Names of parameters are those of saved models."""
+    With `normalise` (instance norm, arXiv 1607.08022) the network learns to locate several objects from fewer batches
+    (`scripts/bench/tabletop.md`). Without it, outputs of the third convolution are so small before training that the
+    softmax is flat. Names of parameters are those of saved models."""
 
     def __init__(self, config: SmallActionConfig) -> None:
         super().__init__()
@@ -113,13 +116,14 @@ class SmallBackbone(Backbone):
             max_code = int(image[..., channel].max())
             if max_code >= num_codes:
                 raise UserError(
-                    f"this small network knows codes below {num_codes} in channel {channel} of an image, but the "
-                    f"simulator shows {max_code}, as in images of pixels; use the simulator's encoded images"
+                    f"this small network reads codes below {num_codes} in channel {channel} of an image, but the "
+                    f"simulator's images hold {max_code}, as rendered images do; use the simulator's encoded images"
                 )
         if self.config.channels and not self.config.codes and not image.size:
             raise UserError(
-                "the simulator shows no images, but this small network reads them; build one without, "
-                "model.build=mmrl.tasks.manipulation.tiny_model:build_blind for words alone, :build_states for states"
+                "the simulator shows no images, but this small network reads them; build a network that does not, with "
+                "model.build=mmrl.tasks.manipulation.tiny_model:build_blind (reads instructions) or :build_states "
+                "(reads states)"
             )
         pixels = torch.from_numpy(rearrange(image, "n h w c -> n c h w").copy())
         return [SmallObservation(row, self._ids(text)) for row, text in zip(pixels, texts, strict=True)]
@@ -176,9 +180,6 @@ class SmallBackbone(Backbone):
         return torch.tensor([vocabulary.get(word, 0) for word in words])
 
 
-MAX_WORDS = 24
-
-
 class Board(nn.Module):
     """Encodes the image of a grid world and the instruction as one token.
 
@@ -188,14 +189,17 @@ class Board(nn.Module):
 
     The embedding e of a square is the sum of one embedding for each of its codes. Queries q_m are linear in sums of
     word embeddings, and map_m = softmax over squares of q_m . e(square) / sqrt(SQUARE_WIDTH). So pairs of a color and a
-    type of object that were never seen together are located, too. In each of the SUMS sums words are weighted by their
-    position, so that the first object of an instruction differs from the second.
+    type of object that never occurred together in training are located, too. In each of the SUMS sums words are
+    weighted by their position, so that the first object of an instruction differs from the second.
     """
 
     def __init__(self, config: SmallActionConfig) -> None:
         super().__init__()
         self.codes = config.codes
         width, size = config.width, MAPS * config.squares**2
+        # Names of parameters are those of saved models. things: embeddings of codes; weights: of words by position;
+        # sought: queries of the maps that the instruction conditions; there: the other maps; heard: numbers of the
+        # instruction alone.
         self.things = nn.ModuleList(nn.Embedding(n, SQUARE_WIDTH) for n in config.codes)
         self.weights = nn.Parameter(1 + torch.randn(SUMS, MAX_WORDS) / 2)
         self.sought = nn.Linear(SUMS * width, MAPS * SQUARE_WIDTH)
@@ -209,7 +213,7 @@ class Board(nn.Module):
         # Scores are computed for every combination of codes (the table) and then looked up for each square.
         summary = torch.einsum("sp,npw->nsw", self.weights[:, : words.shape[1]], words).flatten(1)
         table = sum_of_codes([thing.get_parameter("weight") for thing in self.things])
-        index = torch.zeros_like(codes[:, 0], dtype=torch.long)
+        index = torch.zeros_like(codes[:, 0], dtype=torch.long)  # row of the table, in the order of `sum_of_codes`
         for channel, num_codes in enumerate(self.codes):
             index = index * num_codes + codes[:, channel].long()
         index = index.flatten(1)  # [n, square]
@@ -219,9 +223,6 @@ class Board(nn.Module):
         maps = torch.cat([scores, unconditioned], 2).gather(1, index[..., None].expand(-1, -1, 2 * MAPS))
         maps = torch.cat([maps[..., :MAPS].softmax(1), F.relu(maps[..., MAPS:])], 2)  # [n, square, map]
         return self.layers(torch.cat([maps.flatten(1), self.heard(summary)], 1))
-
-
-MAPS, SQUARE_WIDTH, SUMS = 4, 32, 2  # attention maps; width of a square's embedding; weighted sums of words
 
 
 def sum_of_codes(weights: Sequence[Tensor]) -> Tensor:
@@ -239,19 +240,20 @@ class SmallPrefix:
     def __init__(self, backbone: SmallBackbone, tokens: Tensor, mask: Tensor, every_layer: bool) -> None:
         """tokens: embeddings [n, t, width]; mask: [n, t] bool."""
         self.backbone, self.every_layer, self.mask = backbone, every_layer, mask
-        self.block_inputs: list[Tensor] = []  # of each block, to which later tokens attend
+        self.block_inputs: list[Tensor] = []  # [n, t, width] of each block; later tokens attend to them
         h = tokens
         for block in backbone.blocks:
             self.block_inputs.append(h)
             h = block(h, h, rearrange(mask, "n s -> n 1 1 s"))
         self.hidden = backbone.norm(h)
         self.layers = (*self.block_inputs, self.hidden) if every_layer else (self.hidden,)
+        # index of the last token: the first position at which the count of tokens is highest
         end = self.mask.long().cumsum(1).argmax(1)
         self.last = self.hidden[torch.arange(len(h), device=h.device), end]
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Appends embeddings `tokens` [n, t, width], which attend to the prompt and to earlier tokens; may be called
-        repeatedly. mask: [n, t]. Returns the last layer at these tokens, [n, t, width]."""
+        repeatedly. mask: [n, t], 0 at padding. Returns the last hidden states of these tokens, [n, t, width]."""
         t = tokens.shape[1]
         causal = torch.ones(t, t, dtype=torch.bool, device=tokens.device).tril()
         earlier = rearrange(self.mask, "n s -> n 1 1 s").expand(-1, 1, t, -1)

@@ -1,4 +1,4 @@
-"""The empty backbone of policies whose head reads only the robot's state."""
+"""The empty backbone of policies whose action head reads only the robot's state."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ class StateBackbone(Backbone):
             if text != self.instruction:
                 raise UserError(
                     f"this policy reads the robot's state and no words, but the simulator's instructions are "
-                    f"{self.instruction!r} and {text!r}; give it one task, or use a backbone that reads"
+                    f"{self.instruction!r} and {text!r}; give it one task, or use a backbone that reads instructions"
                 )
         return [None] * len(texts)
 
     def collate(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
+        """Returns one zero for each row: `encode` reads only their number and device."""
         return {"rows": torch.zeros(len(rows), device=device)}
 
     def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:

@@ -27,7 +27,8 @@ from mmrl.rollouts import Prompt
 
 
 class VisionLanguageBackbone(Backbone):
-    """A vision-language model of `mmrl.policies.vlm`. It encodes the prompt once, and heads append embeddings to it."""
+    """A vision-language model of `mmrl.policies.vlm`. It encodes the prompt once; heads then append embeddings to
+    it."""
 
     def __init__(self, model: nn.Module, processor: Processor, max_prompt_length: int) -> None:
         super().__init__()
@@ -78,8 +79,8 @@ def load(path: str, model: VisionLanguageActionModel, max_prompt_length: int) ->
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Returns the config.json of `path`, or that of its base model if it is a LoRA. Returns {} if there is none; then
-    `load` raises."""
+    """Returns the config.json of the model at `path`, or of its base model if `path` is a LoRA. Returns {} if there is
+    none; `load` then raises an error."""
     try:
         return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Conversions of actions: to tokens (bins at the end of the vocabulary), and to a robot's units (normalisation)."""
+"""Conversion of actions to tokens (bins at the end of the vocabulary), and to a robot's units (normalisation)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ActionNormalizer(Protocol):
 class ActionStatistics:
     """Normalises actions by the 1 % and 99 % quantiles of a data set, which become -1 and 1.
 
-    Other statistics may take their place, such as min and max, or mean - std and mean + std."""
+    q01 and q99 may hold other statistics, such as min and max, or mean - std and mean + std."""
 
     q01: NDArray[np.float64]  # [action]
     q99: NDArray[np.float64]  # [action]
@@ -88,13 +88,14 @@ class ActionStatistics:
         return np.where(self.mask, 0.5 * (actions + 1) * (self.q99 - self.q01) + self.q01, actions)
 
     def from_robot(self, actions: NDArray) -> NDArray[np.float64]:
-        """Computes the inverse of `to_robot`, clipped to [-1, 1] if `clipped`; 0 where q01 = q99."""
+        """Normalises actions [..., action]: the inverse of `to_robot`, clipped to [-1, 1] if `clipped`; 0 where q01 =
+        q99."""
         span = self.q99 - self.q01
         scaled = np.where(span == 0, 0, 2 * (actions - self.q01) / np.where(span == 0, 1, span) - 1)
         return np.where(self.mask, scaled.clip(-1, 1) if self.clipped else scaled, actions)
 
     def distance_from_center(self, actions: NDArray) -> NDArray[np.float64]:
-        """Returns the distance from the center of the range, in half ranges: at most 1 inside.
+        """Returns the distance from the center of the range, in half ranges, [..., action]: at most 1 inside the range.
 
         Where `mask` is False it is the absolute value. Where q01 = q99 it is 0 at that value and infinity elsewhere."""
         half_range, center = (self.q99 - self.q01) / 2, (self.q99 + self.q01) / 2
@@ -134,5 +135,5 @@ class StateQuantiles:
         normalized = 2 * (state - self.q01) / (self.q99 - self.q01 + 1e-8) - 1
         scaled = np.where(self.mask, normalized, state)
         if not self.clipped:
-            scaled = np.where(self.mask & (self.q99 == self.q01), 0, scaled)  # a number that never moved
+            scaled = np.where(self.mask & (self.q99 == self.q01), 0, scaled)  # constant in the data
         return (scaled.clip(-1, 1) if self.clipped else scaled).astype(np.float32)

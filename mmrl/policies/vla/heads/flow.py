@@ -58,7 +58,7 @@ class FlowHead(Head):
         state_dim: int,
         latent: tuple[int, int] | None = None,
     ) -> None:
-        """latent: see the class; None: `shape`.
+        """latent: see the class; None: the same as `shape`.
 
         Raises UserError if the window of steps does not fit the sampler, and for a likelihood or a transition that this
         head does not support."""
@@ -88,7 +88,7 @@ class FlowHead(Head):
 
     @classmethod
     def supported_likelihoods(cls) -> tuple[type[ActionLikelihood], ...]:
-        """Returns the types that `likelihood` may have."""
+        """Returns the types of action.head.likelihood that this head supports."""
         return ActionChain, ActionMatching, ActionContrast
 
     def velocity(self, prefix: EncodedPrefix, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
@@ -108,9 +108,11 @@ class FlowHead(Head):
         sampler = self.sampler if sampling.training else self.evaluation_sampler
 
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
+            """Predicts the velocity of latents x [m, *latent] of the chunks `rows` [m] at grid points `point` [m]."""
             return self.velocity(prefix, state, x, sampler.grid.sigmas[point].to(x.device), rows.to(x.device))
 
         def noise(step: int, rows: Tensor) -> Tensor:
+            """Samples the noise of a denoising step for the chunks `rows` [m]: [m, *latent]."""
             return gaussian_noise([sampling.seeds[i] for i in rows.tolist()], step, self.latent)
 
         chain = run(predict, x, sampler, windows, noise)
@@ -242,23 +244,24 @@ class FlowHead(Head):
         return self.velocity(prefix, state, x.flatten(0, 1), sigma.flatten().to(x.device), rows).view_as(x)
 
     def _executed(self, latent: Tensor) -> Tensor:
-        """Returns the part of latents [..., *latent] that the robot executes, [..., chunk, action]."""
+        """Cuts latents [..., *latent] to the part that the robot executes, [..., chunk, action]."""
         return latent[..., : self.shape[0], : self.shape[1]].contiguous()
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
-        """Pads demonstrated chunks to the shape `latent`, by repeating the last action and by zeros behind its numbers,
-        and samples the noise levels of the flow-matching error."""
+        """Pads demonstrated chunks to the shape `latent`, by repeating the last action and appending zeros to each
+        action, and samples the noise levels of the flow-matching error."""
         assert isinstance(self.likelihood, ActionMatching)
         extra_actions, extra_numbers = (latent - shape for latent, shape in zip(self.latent, self.shape, strict=True))
         data = F.pad(torch.cat([actions, actions[:, -1:].expand(-1, extra_actions, -1)], 1), (0, extra_numbers))
         return {"actions": actions, "data": data, **self._sample_noise_levels(self.likelihood, seeds)}
 
     def _sample_noise_levels(self, likelihood: Draws, seeds: Sequence[int]) -> SampledChunks:
-        """Samples "sigma" [n, draw] and "noise" [n, draw, *latent], with which a chunk is scored every time. Noise
-        levels follow Beta(1.5, 1) as in pi0, so that most are high."""
+        """Samples "sigma" [n, draw] and "noise" [n, draw, *latent], which are stored, so that a chunk is always scored
+        with the same. Noise levels are 0.001 + 0.999 b, b of Beta(1.5, 1), as in pi0, so that most are high."""
         uniform = torch.stack([score.stratified(seed, likelihood.draws) for seed in seeds])
         noise = score.draw_noises(seeds, likelihood.draws, self.latent)
-        return {"sigma": 0.001 + 0.999 * uniform ** (2 / 3), "noise": noise}
+        beta = uniform ** (2 / 3)  # the inverse of the cumulative function of Beta(1.5, 1), u = b^1.5
+        return {"sigma": 0.001 + 0.999 * beta, "noise": noise}
 
 
 class ExpertHead(FlowHead):
@@ -277,7 +280,7 @@ class ExpertHead(FlowHead):
         state_dim: int,
         width: int,
     ) -> None:
-        """width: the width of the backbone."""
+        """width: size of the backbone's hidden states."""
         super().__init__(settings, action, action_dim, state_dim)
         learned = isinstance(self.likelihood, LearnedNoise)
         self.expert = Expert(*self.shape, self.state_dim, width, settings.width, settings.depth, learned)
@@ -310,7 +313,8 @@ class ExpertHead(FlowHead):
     def _run_expert(
         self, prefix: EncodedPrefix, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns velocity and learned log standard deviation of the expert, like x; see `velocity` and `Expert`."""
+        """Returns the velocity, and the learned log standard deviation scaled to (-1, 1) or None, both shaped like x;
+        see `velocity` and `Expert`."""
         return self.expert(x, sigma, state[rows], prefix.hidden[rows], prefix.mask[rows].bool())
 
     def _act_learned(
@@ -330,8 +334,9 @@ class ExpertHead(FlowHead):
     def _learned_step(
         self, likelihood: LearnedNoise, prefix: EncodedPrefix, state: Tensor, x: Tensor, point: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns mean and standard deviation of the next latent, like x. The mean is an Euler step, the standard
-        deviation is learned. x: latents [m, chunk, action]; point: their grid points [m]; rows: as for `velocity`."""
+        """Returns mean and standard deviation of the next latent, shaped like x. The mean is an Euler step, the
+        standard deviation is learned. x: latents [m, chunk, action]; point: their grid points [m]; rows: as for
+        `velocity`."""
         sigmas = self.sampler.grid.sigmas
         v, scaled_log_std = self._run_expert(prefix, state, x, sigmas[point].to(x.device), rows)
         assert scaled_log_std is not None
@@ -355,8 +360,9 @@ class ExpertHead(FlowHead):
         entropy = std.log() + 0.5 * math.log(2 * math.pi * math.e)
 
         def reduce_chain(values: Tensor) -> Tensor:
-            rows = reduce_elements(values.where(executed, 0), likelihood.reduction).view(n, k)
-            return (rows.mean(1) if likelihood.reduction == "mean" else rows.sum(1))[:, None]
+            """Reduces values [n x step, chunk, action] to [n, 1]."""
+            by_step = reduce_elements(values.where(executed, 0), likelihood.reduction).view(n, k)
+            return (by_step.mean(1) if likelihood.reduction == "mean" else by_step.sum(1))[:, None]
 
         return {"logp": reduce_chain(logp), "entropy": reduce_chain(entropy)}
 

@@ -14,7 +14,7 @@ from mmrl.policies.vla.heads.head import ActionSampling, EncodedPrefix, Levelled
 from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions, NormalActions
 
-EDGE = 1e-4  # distance from -1 and 1 of the outermost actions that a squashed Gaussian scores
+EDGE = 1e-4  # a squashed Gaussian clamps demonstrated actions to this distance from -1 and 1, which tanh never reaches
 
 
 class DiagonalGaussianHead(LevelledHead):
@@ -74,20 +74,20 @@ class NormalHead(DiagonalGaussianHead):
             "entropy": self._by_level(entropy, valid),
             "prediction": current.detach().view(len(mean), self.decisions, -1, 2),
         }
-        for name, other in (("divergence", old), ("reference_kl", reference)):
-            if other is not None:
-                fields[name] = self._by_level(gaussian_divergence(other.view(current.shape), current), valid)
+        for name, prediction in (("divergence", old), ("reference_kl", reference)):
+            if prediction is not None:
+                fields[name] = self._by_level(gaussian_divergence(prediction.view(current.shape), current), valid)
         return fields
 
 
 class GaussianHead(NormalHead):
-    """A Gaussian head whose mean an MLP computes from the last layer at the prefix's last token and the robot's
+    """A Gaussian head whose mean an MLP computes from the last hidden state of the prefix's last token and the robot's
     state."""
 
     last_layer_only = True
 
     def __init__(self, settings: GaussianActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
-        """width: size of the backbone's hidden states; 0 if the head reads the robot's state only."""
+        """width: size of the backbone's hidden states; 0 for a policy without a backbone."""
         super().__init__(settings, action, action_dim, state_dim)
         sizes = [width + self.state_dim, *[settings.width] * settings.layers]
         self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
@@ -102,7 +102,7 @@ class SquashedGaussianHead(GaussianHead):
     that of their Gaussians; the entropy has no closed form."""
 
     def sample_around(self, mean: Tensor, sampling: ActionSampling) -> SampledChunks:
-        """Adds "before_tanh" [n, chunk, action], of which the actions are the tanh."""
+        """Samples actions, and "before_tanh" [n, chunk, action], the values whose tanh they are."""
         sampled = super().sample_around(mean, sampling)
         return {**sampled, "actions": sampled["actions"].tanh(), "before_tanh": sampled["actions"]}
 
@@ -115,7 +115,7 @@ class SquashedGaussianHead(GaussianHead):
         return {**fields, "logp": fields["logp"] - self._by_level(log_slope_of_tanh(before), valid)}
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
-        """Adds "before_tanh"; actions at -1 and 1 count as a little smaller ones, since tanh does not reach them."""
+        """Returns also "before_tanh", the inverse tanh of the actions; see `EDGE`."""
         inside = actions.double().clamp(-1 + EDGE, 1 - EDGE)
         return {**super().encode_demonstrations(actions, seeds), "before_tanh": inside.atanh().to(actions.dtype)}
 
@@ -131,7 +131,7 @@ def gaussian_logp(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def gaussian_entropy(log_std: Tensor) -> Tensor:
-    """Returns the entropy of Gaussians in nats, like log_std."""
+    """Returns the entropy of Gaussians in nats, shaped like log_std."""
     return 0.5 + 0.5 * math.log(2 * math.pi) + log_std
 
 

@@ -52,7 +52,7 @@ class SquashedGaussianActions(GaussianActions):
 
 class L1Actions(NormalActions):
     """Gaussian actions around the output of OpenVLA-OFT's own L1 regression head, from a converted checkpoint. At
-    temperature 0, in evaluation, they are the published ones."""
+    temperature 0, in evaluation, actions are those of the published head."""
 
     source: ClassVar[str] = "OpenVLA-OFT, arXiv 2502.19645; the standard deviation around its actions is mmrl's own"
     test: ClassVar[str] = "tests/policies/vla/test_oft.py"
@@ -91,7 +91,7 @@ class LatentActions(NormalActions):
     )
     early_exit: bool = option(True, "fewer than `steps` latents may be sampled before a chunk")
     exit_chance: float = option(0.2, "probability before training of an exit after a latent", gt=0, lt=1)
-    width: int = option(256, "of the perceptrons' hidden layers", ge=1)
+    width: int = option(256, "width of the perceptrons' hidden layers", ge=1)
     layers: int = option(2, "hidden layers of each perceptron", ge=1)
     last_gain: float = option(
         0.01, "size of the last layers' weights, before training; of the one that makes latents it is 1", gt=0

@@ -35,15 +35,16 @@ EXTRA = "extras."  # prefix of fields that only some heads have; see `Replay.ext
 class EncodedPrefix(Protocol):
     """The hidden states of n prefixes: images and instruction, for some backbones the robot's state too."""
 
-    hidden: Tensor  # [n, token, width], the last layer
+    hidden: Tensor  # [n, token, width], last hidden states
     mask: Tensor  # [n, token], 0 at padding
-    last: Tensor  # [n, width], the last layer at each prefix's last token
-    layers: tuple[Tensor, ...]  # every layer [n, token, width], at the tokens of the prefix or of the last `extend`
+    last: Tensor  # [n, width], the last hidden state of each prefix's last token
+    # hidden states of every layer, [n, token, width]: of the prefix, or of the tokens of the last call of `extend`
+    layers: tuple[Tensor, ...]
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Appends embeddings `tokens` [n, t, width], which attend to the prefix and to earlier tokens.
 
-        mask: [n, t], 0 at padding. Returns the last layer at these tokens, [n, t, width]."""
+        mask: [n, t], 0 at padding. Returns the last hidden states of these tokens, [n, t, width]."""
         ...
 
 
@@ -52,8 +53,8 @@ class BidirectionalEncodedPrefix(EncodedPrefix, Protocol):
     `mmrl.policies.vla.backbones.openvla.BidirectionalPrefix`."""
 
     def encode_with(self, tokens: Tensor) -> Tensor:
-        """Returns the last layer [n, 1 + t, width] at the prefix's last token and at embeddings `tokens` [n, t, width],
-        all of which attend to one another."""
+        """Returns last hidden states [n, 1 + t, width] of the prefix's last token and of embeddings `tokens` [n, t,
+        width]; all tokens attend to one another."""
         ...
 
 
@@ -86,11 +87,12 @@ class Head(nn.Module):
     """The action head of a policy: it samples and scores chunks of actions, `shape` [chunk, action].
 
     every_layer: whether the head needs the hidden states of all layers of the backbone.
-    last_layer_only: whether it needs only the prefix's last layer, so that prefixes of a frozen backbone can be cached.
+    last_layer_only: whether it needs only the last hidden states of the prefix, so that prefixes of a frozen backbone
+        can be cached.
     samples_latents: whether it samples latents before a chunk; `num_latents` counts them.
     optional_parameters: prefixes of names of parameters that a saved head may lack, because training adds them or
         because they are saved in a file of their own.
-    base: the frozen head that this head is built around; None for others.
+    base: the frozen head that this head is built around; None if there is none.
     """
 
     every_layer = False
@@ -99,7 +101,7 @@ class Head(nn.Module):
     optional_parameters: tuple[str, ...] = ()
 
     def __init__(self, action: Actions, action_dim: int, state_dim: int) -> None:
-        """state_dim: numbers of the robot's state; `self.state_dim` is 0 where it is not an input."""
+        """state_dim: size of the robot's state; `self.state_dim` is 0 if the head does not read the state."""
         super().__init__()
         self.base: Head | None = None
         self.shape = (action.chunk, action_dim)
@@ -111,7 +113,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
-        """Samples n chunks. prefix: of n observations; state: [n, state]."""
+        """Samples a chunk for each of n observations. prefix: their prefixes; state: [n, state]."""
         raise NotImplementedError
 
     def score(
@@ -133,12 +135,12 @@ class Head(nn.Module):
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
         """Converts demonstrated actions [n, chunk, action] in [-1, 1] to the inputs of `score`, as if the head had
-        sampled them. seeds: [n], of the noise and timesteps that some heads sample for a chunk."""
+        sampled them. seeds: [n], for the noise and timesteps that some heads sample for a chunk."""
         return {"actions": actions}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Saves those weights that have a file of their own in a published format, and returns the others. state: the
-        state dict of this module."""
+        """Saves those weights that have a file of their own in a published format, and returns the remaining weights.
+        state: the state dict of this module."""
         if self.base is None:
             return state
         rest = self.base.save(folder, {n.removeprefix(BASE): v for n, v in state.items() if n.startswith(BASE)})
@@ -191,7 +193,7 @@ class LevelledHead(Head):
 
 
 class StateToken(nn.Module):
-    """Projects the robot's state to one token behind the prompt, or to none where the state is not an input."""
+    """Projects the robot's state to one token behind the prompt, or to no token if the head does not read the state."""
 
     def __init__(self, state_dim: int, width: int) -> None:
         super().__init__()
@@ -232,6 +234,7 @@ class TokenHead(LevelledHead):
         generators = [torch.Generator(state.device).manual_seed(seed) for seed in sampling.seeds]
 
         def select_columns(logits: Tensor) -> Tensor:
+            """Samples columns [...] from logits [..., bin], or takes the likeliest ones at temperature 0."""
             if sampling.temperature == 0:
                 return logits.argmax(-1)
             return add_gumbel_noise(logits / sampling.temperature, generators).argmax(-1)
@@ -257,7 +260,7 @@ class TokenHead(LevelledHead):
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
         columns = sampled["columns"]
-        # The kernel takes one temperature, so rows are sorted and split by theirs.
+        # The kernel takes one temperature, so rows are sorted and split by temperature.
         temperatures, temperature_index = sampled["temperature"].unique(return_inverse=True)
         order = temperature_index.argsort(stable=True)
         counts = temperature_index.bincount(minlength=len(temperatures)).tolist()
@@ -278,21 +281,21 @@ class TokenHead(LevelledHead):
 
     def _first_hidden_state(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
         """Returns the hidden states [n, width] that predict the first action token."""
-        start = self.state(state)
-        return prefix.last if start.shape[1] == 0 else extend(prefix, start)[:, -1]
+        state_token = self.state(state)
+        return prefix.last if state_token.shape[1] == 0 else extend(prefix, state_token)[:, -1]
 
     def _hidden_states(self, prefix: EncodedPrefix, state: Tensor, columns: Tensor | None) -> Tensor:
-        """Returns the hidden states [n, token, width] that predict the action tokens. columns: [n, token], the tokens
-        themselves, which only autoregressive decoding reads."""
+        """Returns the hidden states [n, token, width] that predict the action tokens. columns: [n, token], the action
+        tokens, which only autoregressive decoding reads."""
         if self.queries is not None:
-            start = self.state(state)
-            queries = torch.cat([start, repeat(self.queries, "t w -> n t w", n=len(state))], 1)
-            return extend(prefix, queries)[:, start.shape[1] :]
+            state_token = self.state(state)
+            queries = torch.cat([state_token, repeat(self.queries, "t w -> n t w", n=len(state))], 1)
+            return extend(prefix, queries)[:, state_token.shape[1] :]
         if self.decoding == "bidirectional":
-            start = self.state(state)
-            empty = start.new_zeros(len(state), self.tokens, self.width)
-            hidden = cast(BidirectionalEncodedPrefix, prefix).encode_with(torch.cat([start, empty], 1))
-            return hidden[:, start.shape[1] : -1]  # a token is predicted at the position before it
+            state_token = self.state(state)
+            empty = state_token.new_zeros(len(state), self.tokens, self.width)
+            hidden = cast(BidirectionalEncodedPrefix, prefix).encode_with(torch.cat([state_token, empty], 1))
+            return hidden[:, state_token.shape[1] : -1]  # a token is predicted at the position before it
         assert columns is not None
         first = rearrange(self._first_hidden_state(prefix, state), "n w -> n 1 w")
         if self.tokens == 1:
@@ -300,16 +303,20 @@ class TokenHead(LevelledHead):
         return torch.cat([first, extend(prefix, self._embed(columns[:, :-1]))], 1)
 
     def _embed(self, columns: Tensor) -> Tensor:
+        """Returns the input embeddings of action tokens: columns [n, token] become [n, token, width]."""
         return self._backbone[0].input_embeddings(self.codec.ids(columns))
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of all action tokens, [..., bin] fp32, from hidden states [..., width]."""
         return F.linear(hidden, self._weight[self.codec.first : self.codec.vocabulary]).float()
 
     @property
     def _weight(self) -> Tensor:
+        """The output matrix of the language model, [token id, width]."""
         return self._backbone[0].output_weight
 
     def _actions(self, columns: Tensor) -> Tensor:
+        """Decodes columns [n, chunk x action] to actions [n, chunk, action]."""
         return self.codec.decode(columns).view(-1, *self.shape)
 
 
@@ -330,7 +337,7 @@ class LaplaceHead(LevelledHead):
         uniform = torch.stack(
             [torch.rand(median.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in sampling.seeds]
         ).to(median.device)
-        # the inverse of the Laplace distribution's cumulative function
+        # Noise of a Laplace distribution with scale 1: its inverse cumulative function at uniform numbers.
         centred = (uniform - 0.5).clamp(-0.5 + CLIP, 0.5 - CLIP)
         noise = -centred.sign() * torch.log1p(-2 * centred.abs())
         actions = median + sampling.temperature * self.log_scale.float().exp() * noise
@@ -358,16 +365,16 @@ class RegressionHead(LaplaceHead):
     def __init__(
         self, settings: RegressionActions, action: Actions, action_dim: int, state_dim: int, width: int
     ) -> None:
-        """width: the width of the backbone."""
+        """width: size of the backbone's hidden states."""
         super().__init__(settings, action, action_dim, state_dim)
         self.state = StateToken(self.state_dim, width)
         self.queries = nn.Parameter(torch.randn(action.chunk, width) * 0.02)
         self.leave = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, action_dim))
 
     def median(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
-        start = self.state(state)
-        queries = torch.cat([start, repeat(self.queries, "c w -> n c w", n=len(state))], 1)
-        return self.leave(extend(prefix, queries)[:, start.shape[1] :])
+        state_token = self.state(state)
+        queries = torch.cat([state_token, repeat(self.queries, "c w -> n c w", n=len(state))], 1)
+        return self.leave(extend(prefix, queries)[:, state_token.shape[1] :])
 
 
 class BridgeHead(LaplaceHead):
@@ -377,7 +384,7 @@ class BridgeHead(LaplaceHead):
     every_layer = True
 
     def __init__(self, settings: BridgeActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
-        """width: the width of the backbone."""
+        """width: size of the backbone's hidden states."""
         super().__init__(settings, action, action_dim, state_dim)
         bridge_width = settings.width
         self.state = StateToken(self.state_dim, width)
@@ -390,6 +397,7 @@ class BridgeHead(LaplaceHead):
 
     def median(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
         prefix_layers, mask = prefix.layers[-len(self.blocks) :], prefix.mask.bool()
+        # This call changes `prefix.layers` to the hidden states of the state token and the queries.
         extend(prefix, torch.cat([self.state(state), repeat(self.queries, "q w -> n q w", n=len(state))], 1))
         query_layers = prefix.layers[-len(self.blocks) :]
         h = repeat(self.start, "c w -> n c w", n=len(state))
@@ -399,5 +407,5 @@ class BridgeHead(LaplaceHead):
 
 
 def extend(prefix: EncodedPrefix, embeddings: Tensor) -> Tensor:
-    """Appends embeddings [n, t, width] without padding to a prefix. Returns the last layer at them, [n, t, width]."""
+    """Appends embeddings [n, t, width] without padding to a prefix. Returns their last hidden states, [n, t, width]."""
     return prefix.extend(embeddings, torch.ones(embeddings.shape[:2], dtype=torch.long, device=embeddings.device))

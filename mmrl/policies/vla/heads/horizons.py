@@ -21,14 +21,14 @@ class HorizonHead(NormalHead):
 
         mean_k = sum_{h > k} g_kh a_kh        g_k = softmax_{h > k}(s_kh)
 
-    The MLP reads the last layer at the prefix's last token and the robot's state.
+    The MLP reads the last hidden state of the prefix's last token and the robot's state.
     """
 
     last_layer_only = True
-    reached: Tensor  # [horizon, chunk] bool: whether a horizon is longer than the action's index
+    reached: Tensor  # [horizon, chunk] bool, whether a horizon is longer than the action's index in the chunk
 
     def __init__(self, settings: HorizonActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
-        """width: the width of the backbone, 0 where it reads nothing."""
+        """width: size of the backbone's hidden states; 0 for a policy without a backbone."""
         super().__init__(settings, action, action_dim, state_dim)
         chunk, size = self.shape
         horizons = torch.tensor(settings.lengths(chunk))
@@ -38,7 +38,7 @@ class HorizonHead(NormalHead):
         self.layers = perceptron(sizes, chunk * (size + 1), last_gain=settings.last_gain)
 
     def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
-        actions, gates = self.proposed(prefix, state)
+        actions, gates = self.predict_horizons(prefix, state)
         return torch.einsum("nhc,nhca->nca", gates, actions)
 
     def score(
@@ -50,11 +50,11 @@ class HorizonHead(NormalHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        actions, gates = self.proposed(prefix, state)
+        actions, gates = self.predict_horizons(prefix, state)
         fields = self.score_around(torch.einsum("nhc,nhca->nca", gates, actions), sampled, valid, old, reference)
         return {**fields, EXTRA + "imbalance": repeat(self.imbalance(gates), "n -> n d", d=self.decisions)}
 
-    def proposed(self, prefix: EncodedPrefix, state: Tensor) -> tuple[Tensor, Tensor]:
+    def predict_horizons(self, prefix: EncodedPrefix, state: Tensor) -> tuple[Tensor, Tensor]:
         """Predicts the actions of each horizon, [n, horizon, chunk, action], and their gates, [n, horizon, chunk].
         Gates are 0 beyond a horizon and sum to 1 over horizons."""
         one_hot = torch.eye(len(self.reached), device=state.device)

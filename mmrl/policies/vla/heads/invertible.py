@@ -28,7 +28,7 @@ class InvertibleHead(Head):
     def __init__(
         self, settings: InvertibleActions, action: Actions, action_dim: int, state_dim: int, width: int
     ) -> None:
-        """width: the width of the backbone, 0 where it reads nothing."""
+        """width: size of the backbone's hidden states; 0 for a policy without a backbone."""
         super().__init__(action, action_dim, state_dim)
         self.steps, self.mix, self.apart, self.scale = settings.steps, settings.mix, settings.apart, settings.scale
         self.size = math.prod(self.shape)
@@ -66,8 +66,8 @@ class InvertibleHead(Head):
         return {"logp": (logp.sum((1, 2)) - log_volume_change)[:, None]}
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
-        """Returns two copies of each demonstrated chunk, moved by opposite noise: if they were equal, all pairs would
-        lie in a subspace of volume 0 and have no density."""
+        """Returns two copies of each demonstrated chunk, one with noise added and one with it subtracted: if they were
+        equal, all pairs would lie in a subspace of volume 0 and have no density."""
         flat = actions.flatten(1)
         noise = torch.stack(
             [torch.randn(self.size, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
@@ -88,7 +88,8 @@ class InvertibleHead(Head):
         return torch.stack([x, y], 1)
 
     def actions_to_noise(self, copies: Tensor, context: Tensor) -> Tensor:
-        """Computes the inverse of `noise_to_actions`, update by update."""
+        """Transforms two copies of the chunk [n, 2, chunk x action] to noise: the inverse of `noise_to_actions`, update
+        by update."""
         x, y = copies.unbind(1)
         for step in reversed(range(self.steps)):
             y = (y - (1 - self.mix) * x) / self.mix
@@ -103,5 +104,5 @@ class InvertibleHead(Head):
         return self.velocity(torch.cat([context, copy, time], 1)).float() / self.steps
 
     def _context(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
-        """Concatenates the last layer at the prefix's last token and the robot's state, [n, width + state]."""
+        """Concatenates the last hidden state of the prefix's last token and the robot's state, [n, width + state]."""
         return prefix.last if self.state_dim == 0 else torch.cat([prefix.last, state.to(prefix.last)], 1)

@@ -19,13 +19,13 @@ from mmrl.policies.vla.settings import Actions
 class LatentHead(DiagonalGaussianHead):
     """Samples up to K latents of Z numbers, then a chunk of actions (after AVA-VLA).
 
-    A latent is Gaussian; an MLP computes its mean from the last layer at the prefix's last token, the robot's state and
-    the latents before it. After each latent but the last one a Bernoulli decision, the exit, may end the sequence.
-    Actions are Gaussian around a mean that reads the latents too.
+    A latent is Gaussian; an MLP computes its mean from the last hidden state of the prefix's last token, the robot's
+    state and the latents before it. After each latent but the last one a Bernoulli decision, the exit, may end the
+    sequence. Actions are Gaussian around a mean that reads the latents too.
 
-    The decisions of a chunk are, in order: latent 1, exit 1, latent 2, exit 2, ..., latent K, and those of the actions.
-    Latents after an exit are not sampled and are masked. The networks read zeros in their place, and a mask of those
-    that were sampled.
+    The decisions of a chunk are, in order: latent 1, exit 1, latent 2, exit 2, ..., latent K, and the actions. Latents
+    after an exit are not sampled and are masked. The networks read zeros in their place, and a mask of the sampled
+    latents.
 
     Demonstrations have actions but no latents. So the policy samples latents while it scores a demonstration, with
     noise from `encode_demonstrations`, and the gradient of the actions' likelihood flows through them. The mean of this
@@ -37,7 +37,7 @@ class LatentHead(DiagonalGaussianHead):
     samples_latents = True
 
     def __init__(self, settings: LatentActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
-        """width: the width of the backbone, 0 where it reads nothing."""
+        """width: size of the backbone's hidden states; 0 for a policy without a backbone."""
         super().__init__(settings, action, action_dim, state_dim)
         self.steps, self.latent_dim, self.latent_std = settings.steps, settings.latent, settings.latent_std
         self.exits = settings.steps - 1 if settings.early_exit else 0
@@ -95,7 +95,7 @@ class LatentHead(DiagonalGaussianHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        # Each field below is a tuple: of latents, of exits, of actions.
+        # Each field below is a tuple of three tensors: for latents, for exits and for actions.
         latent, exit_logit, action = distributions = self._distributions(self._context(prefix, state), sampled)
         exits = sampled["count"][:, None] == 1 + torch.arange(self.exits, device=exit_logit.device)
         fields = {
@@ -110,9 +110,9 @@ class LatentHead(DiagonalGaussianHead):
                 gaussian_entropy(action[..., 1]),
             ),
         }
-        for name, other in (("divergence", old), ("reference_kl", reference)):
-            if other is not None:
-                other_parts = self._unpacked(other)
+        for name, prediction in (("divergence", old), ("reference_kl", reference)):
+            if prediction is not None:
+                other_parts = self._unpacked(prediction)
                 fields[name] = (
                     gaussian_divergence(other_parts[0], latent),
                     bernoulli_divergence(other_parts[1], exit_logit),
@@ -126,7 +126,7 @@ class LatentHead(DiagonalGaussianHead):
         return {**by_decision, "prediction": self._packed(*distributions).detach()}
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
-        """Returns as "latents" the noise of the latents that are sampled while a demonstration is scored."""
+        """Returns the actions, and as "latents" the noise from which `score` samples the latents of a demonstration."""
         noise, count = [], []
         for seed in seeds:
             generator = torch.Generator().manual_seed(seed)
@@ -211,7 +211,7 @@ class LatentHead(DiagonalGaussianHead):
         return torch.cat([context, F.pad(latents, (0, 0, 0, padding)).flatten(1).to(context), mask.to(context)], 1)
 
     def _context(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
-        """Concatenates the last layer at the prefix's last token and the robot's state, [n, width + state]."""
+        """Concatenates the last hidden state of the prefix's last token and the robot's state, [n, width + state]."""
         return prefix.last if self.state_dim == 0 else torch.cat([prefix.last, state.to(prefix.last)], 1)
 
     # --- decisions of three kinds in one tensor ---
@@ -234,7 +234,7 @@ class LatentHead(DiagonalGaussianHead):
         return self._in_order(latents, exits, by_decision)
 
     def _unpacked(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the inverse of `_packed`."""
+        """Unpacks the tensor of `_packed` into the distributions that `_distributions` returns."""
         reasoning, actions = packed.split([self.steps + self.exits, super().decisions], 1)
         stride = 2 if self.exits else 1
         size = math.prod(self.shape) // super().decisions
@@ -246,12 +246,12 @@ class LatentHead(DiagonalGaussianHead):
 
 
 def bernoulli_entropy(logit: Tensor) -> Tensor:
-    """Returns the entropy of Bernoulli distributions in nats, like logit."""
+    """Returns the entropy of Bernoulli distributions in nats, shaped like logit."""
     return -logit.sigmoid() * F.logsigmoid(logit) - (-logit).sigmoid() * F.logsigmoid(-logit)
 
 
 def bernoulli_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """Returns KL(p || q) of Bernoulli distributions given by their logits, [...]."""
+    """Returns KL(p || q) of Bernoulli distributions with logits p and q, [...] each."""
     of_ones = p.sigmoid() * (F.logsigmoid(p) - F.logsigmoid(q))
     of_zeros = (-p).sigmoid() * (F.logsigmoid(-p) - F.logsigmoid(-q))
     return of_ones + of_zeros

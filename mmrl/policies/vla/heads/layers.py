@@ -45,6 +45,7 @@ class ExpertBlock(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(3))
         self.modulation = nn.Linear(width, 6 * width)
+        # self-attention of the chunk, and its cross-attention to the context
         self.own, self.cross = Attention(width, width, heads), Attention(width, context_width, heads)
         self.mlp = Feedforward(width)
         nn.init.zeros_(self.modulation.weight)
@@ -68,7 +69,7 @@ class Expert(nn.Module):
     def __init__(
         self, chunk: int, action_dim: int, state_dim: int, context_width: int, width: int, depth: int, learned: bool
     ) -> None:
-        """learned: whether it also predicts the standard deviation of a denoising step."""
+        """learned: whether the expert also predicts the standard deviation of a denoising step."""
         super().__init__()
         heads = max(1, width // 32)
         self.actions = nn.Linear(action_dim, width)
@@ -85,9 +86,9 @@ class Expert(nn.Module):
     def forward(
         self, x: Tensor, sigma: Tensor, state: Tensor, context: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the velocity, like x, and the learned log standard deviation scaled to (-1, 1), like x; None if it is
-        not learned. x: noisy chunks [n, chunk, action]; sigma: noise levels [n]; state: [n, state]; context: the
-        backbone's last layer, [n, s, context width]; mask: [n, s] bool."""
+        """Returns the velocity, shaped like x, and the learned log standard deviation scaled to (-1, 1), shaped like x;
+        None if it is not learned. x: noisy chunks [n, chunk, action]; sigma: noise levels [n]; state: [n, state];
+        context: the backbone's last layer, [n, s, context width]; mask: [n, s] bool."""
         h = self.actions(x) + self.places
         conditioning = self.time(sinusoids(sigma, 64).to(h))
         if self.state is not None:
@@ -107,6 +108,7 @@ class BridgeBlock(nn.Module):
     def __init__(self, width: int, context_width: int, heads: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        # attention to the prefix (raw), to the learned queries, and to the chunk itself (own)
         self.raw, self.queries = Attention(width, context_width, heads), Attention(width, context_width, heads)
         self.own = Attention(width, width, heads)
         self.gate = nn.Parameter(torch.zeros(1))
@@ -115,8 +117,8 @@ class BridgeBlock(nn.Module):
         self.register_load_state_dict_pre_hook(_widen_gate)
 
     def forward(self, h: Tensor, prefix: Tensor, mask: Tensor, queries: Tensor) -> Tensor:
-        """Returns the chunk's hidden states [n, chunk, width]. h: like the result; prefix: [n, s, context width] with
-        mask [n, s] bool; queries: [n, query, context width]."""
+        """Returns the chunk's hidden states after this block, [n, chunk, width]. h: before it, in the same shape;
+        prefix: [n, s, context width] with mask [n, s] bool; queries: [n, query, context width]."""
         normed = self.norms[0](h)
         to_prefix = self.raw(normed, prefix, mask) * torch.tanh(self.gate)
         attended = [to_prefix, self.queries(normed, queries), self.own(normed, normed)]
@@ -125,6 +127,6 @@ class BridgeBlock(nn.Module):
 
 
 def _widen_gate(block: nn.Module, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
-    """Gives the gate of checkpoints of older versions, a scalar, the shape [1]. DeepSpeed cannot broadcast scalars."""
+    """Reshapes the gate in `state` to [1]: older versions saved a scalar, which DeepSpeed cannot broadcast."""
     if (gate := state.get(f"{prefix}gate")) is not None:
         state[f"{prefix}gate"] = gate.reshape(1)

@@ -48,14 +48,16 @@ class ResidualActions(NormalActions):
         ge=0,
     )
     reach: float = option(0.5, "largest change of a number by the experts", gt=0)
-    width: int = option(64, "of the experts' hidden layers", ge=1)
+    width: int = option(64, "width of the experts' hidden layers", ge=1)
     layers: int = option(1, "hidden layers of an expert", ge=1)
     std: float = option(0.1, "standard deviation, before training", gt=0)
 
     @model_validator(mode="after")
     def _base_is_one_head(self) -> ResidualActions:
         if self.base.checkpoint_head is not self.base:
-            raise ValueError(f"base.type={self.base.type} is itself built around a head; name that one")
+            raise ValueError(
+                f"base.type={self.base.type} is itself built around a head; set base.type to the type of that head"
+            )
         return self
 
     def check_chunk(self, chunk: int) -> None:
@@ -105,7 +107,8 @@ class HorizonActions(NormalActions):
     architecture_keys: ClassVar[tuple[str, ...]] = ("horizons", "width", "layers")
     horizons: list[int] | None = option(
         None,
-        "lengths of the predicted chunks, rising to action.chunk; default: powers of 2 below action.chunk, and it",
+        "lengths of the predicted chunks, rising to action.chunk; default: powers of 2 below action.chunk, and "
+        "action.chunk",
         unit="actions",
         min_length=1,
     )

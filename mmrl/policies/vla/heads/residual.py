@@ -16,7 +16,7 @@ from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions
 from mmrl.samplers.chain import gaussian_noise
 
-CODE = 1 << 20  # random stream of the code's noise; smaller numbers are the denoising steps of a base
+CODE_STREAM = 1 << 20  # index of the random stream of the code's noise; a base head's denoising steps have lower ones
 
 
 class ResidualHead(NormalHead):
@@ -35,7 +35,7 @@ class ResidualHead(NormalHead):
     def __init__(
         self, settings: ResidualActions, base: Head, action: Actions, action_dim: int, state_dim: int, width: int
     ) -> None:
-        """width: the width of the backbone, 0 where it reads nothing."""
+        """width: size of the backbone's hidden states; 0 for a policy without a backbone."""
         super().__init__(settings, action, action_dim, state_dim)
         self.base = base.requires_grad_(False)
         self.every_layer, self.last_layer_only = base.every_layer, base.last_layer_only
@@ -81,7 +81,7 @@ class ResidualHead(NormalHead):
 
     @torch.no_grad()
     def propose(self, prefix: EncodedPrefix, state: Tensor, seeds: Sequence[int]) -> Tensor:
-        """Returns the base's actions at temperature 0, [n, chunk, action]. seeds: [n], of the noise that a flow
+        """Returns the base head's actions at temperature 0, [n, chunk, action]. seeds: [n], for the noise that a flow
         denoises."""
         assert self.base is not None
         likeliest = ActionSampling(seeds, temperature=0.0, training=False)
@@ -110,4 +110,4 @@ class ResidualHead(NormalHead):
 
     def _sample_code_noise(self, seeds: Sequence[int]) -> Tensor:
         """Samples the noise of the code at temperature 1, [n, code]."""
-        return self.noise * gaussian_noise(list(seeds), CODE, (self.encode.out_features,))
+        return self.noise * gaussian_noise(list(seeds), CODE_STREAM, (self.encode.out_features,))

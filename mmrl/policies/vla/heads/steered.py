@@ -1,4 +1,4 @@
-"""A head that learns from which noise a frozen flow head denoises."""
+"""A head that learns the distribution of the noise from which a frozen flow head denoises."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SteeredHead(Head):
     of DSRL, arXiv 2506.15799).
 
     Actions are a fixed function of the noise, so ratios and gradients of p(noise) are those of the whole policy. The
-    Gaussian reads the last layer at the prefix's last token and the robot's state."""
+    Gaussian reads the last hidden state of the prefix's last token and the robot's state."""
 
     def __init__(
         self, settings: SteeredActions, base: FlowHead, action: Actions, action_dim: int, state_dim: int, width: int
     ) -> None:
-        """width: the width of the backbone. Raises UserError if `settings.noises` is more than the actions that the
-        flow plans."""
+        """width: size of the backbone's hidden states. Raises UserError if `settings.noises` is above the number of
+        actions that the flow plans."""
         super().__init__(action, action_dim, state_dim)
         self.base: FlowHead = base.requires_grad_(False)
         self.last_layer_only = base.last_layer_only
@@ -79,5 +79,6 @@ class SteeredHead(Head):
         raise NotImplementedError("the noise of a demonstrated chunk is not known")
 
     def _noise_mask(self, valid: Tensor) -> Tensor:
-        """Returns which noises are scored, [n, noises] bool: all of a chunk if any of its actions was executed."""
+        """Returns which noises are scored, [n, noises] bool: all noises of a chunk if any of its actions was
+        executed."""
         return repeat(valid.any(1), "n -> n c", c=self.noise.shape[0])

@@ -1,4 +1,4 @@
-"""Settings of the head that learns from which noise a frozen flow head denoises."""
+"""Settings of the head that learns the distribution of the noise from which a frozen flow head denoises."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Parts of a vision-language policy, by what they do with responses."""
+"""Parts of a vision-language policy that encode prompts, sample responses and compute their log-probabilities."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
-from mmrl.policies.vlm.turns import demonstrated
+from mmrl.policies.vlm.turns import demonstrated_responses
 from mmrl.rollouts import Prompt, Rollouts
 
 
@@ -22,7 +22,7 @@ def demonstrate(tokens: ChatTokenizer, prompts: Sequence[Prompt], temperature: f
     """
     answers = []
     for prompt in prompts:
-        texts = demonstrated(prompt)
+        texts = demonstrated_responses(prompt)
         if len(texts) != 1:
             raise UserError(
                 f"the demonstration of prompt {prompt.id} has {len(texts)} responses; set task.environment, which "
@@ -37,8 +37,8 @@ def demonstrate(tokens: ChatTokenizer, prompts: Sequence[Prompt], temperature: f
 
 
 def demonstrated_ids(tokens: ChatTokenizer, prompt: Prompt, text: str) -> Tensor:
-    """Returns the ids of a demonstrated response and an end token, [token] int64. Raises UserError if it is too long or
-    holds tokens that the policy never samples."""
+    """Returns the ids of a demonstrated response, followed by an end token, [token] int64. Raises UserError if it is
+    too long, or if it holds tokens that the policy never samples."""
     ids = tokens.ids(text) + [tokens.eos[0]]
     if len(ids) > tokens.max_response_length:
         raise UserError(
@@ -48,6 +48,6 @@ def demonstrated_ids(tokens: ChatTokenizer, prompt: Prompt, text: str) -> Tensor
     if never_sampled := set(ids) & set(tokens.suppressed):
         raise UserError(
             f"the demonstration of prompt {prompt.id} holds {tokens.tokenizer.decode(list(never_sampled))}, a special "
-            "token that the policy never samples; take it out"
+            "token that the policy never samples; remove it"
         )
     return torch.tensor(ids)

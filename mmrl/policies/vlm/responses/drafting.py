@@ -1,5 +1,5 @@
-"""Samples responses in steps: starts drafts (unfinished responses, not those of speculative decoding), continues them
-with the model or with vLLM, and turns them into rollouts."""
+"""Samples responses: starts drafts (unfinished responses; not the drafts of speculative decoding), continues them with
+the model or with vLLM, and turns them into rollouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Drafter:
     responses."""
 
     def __init__(self, runner: ModelRunner, sampling: Sampling, temperature: Schedule) -> None:
-        """temperature: of rollouts for which no other is given."""
+        """temperature: of rollouts for which no temperature is given."""
         self.runner, self.tokens, self.sampling, self.temperature = runner, runner.tokens, sampling, temperature
         self.conversations: Conversations | None = None
 
@@ -63,7 +63,7 @@ class Drafter:
         with self.runner.gathered_weights():
             sampling = replace(self.sampling, temperature=temperature)
             responses = self.runner.generate(rows, seeds, sampling, [limit] * len(rows))
-        logp_temperature = temperature or 1.0  # log-probabilities of greedy responses (temperature 0) are those at 1
+        logp_temperature = temperature or 1.0  # of greedy responses (temperature 0) log-probabilities are those at 1
         answered = [
             replace(row, response=response, temperature=logp_temperature)
             for row, response in zip(rows, responses, strict=True)
@@ -80,7 +80,8 @@ class Drafter:
         limit: int,
         temperature: float | None = None,
     ) -> Rollouts:
-        """Samples rollouts with an engine, and keeps its log-probabilities as `behaviour_logp`."""
+        """Samples rollouts with an engine, and keeps the engine's log-probabilities as `behaviour_logp`. limit: of
+        response tokens; temperature: None for the current one."""
         drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
         self.extend(engine, drafts, limit)
         return self.complete(drafts, group_size)
@@ -97,8 +98,8 @@ class Drafter:
         """Returns drafts without response tokens, `group_size` per prompt.
 
         seeds: one per draft. Of each group only the first seed s is used: draft i of the group gets s + i, so that vLLM
-        can sample the group as one request. limit: maximum response tokens; None: the current maximum. temperature:
-        None: the current one.
+        can sample the group as one request. limit: maximum response tokens; None: the maximum of this step.
+        temperature: None: the temperature of this step.
         """
         sampling_temperature = self.temperature.value if temperature is None else temperature
         dialogues = None if self.conversations is None else self.conversations.open(prompts, group_size)
@@ -114,7 +115,8 @@ class Drafter:
         return drafts if dialogues is None else conversation_drafts(drafts, dialogues)
 
     def extend(self, engine: Answering | None, drafts: Sequence[Draft], count: int) -> None:
-        """Extends each unfinished draft by up to `count` tokens, with the engine, or with the model if that is None.
+        """Extends each unfinished draft by up to `count` tokens, sampled by the engine, or by the model if `engine` is
+        None.
 
         The new tokens depend on seed, temperature, the tokens so far and the weights, not on the other drafts.
         """
@@ -160,7 +162,7 @@ class Drafter:
 
     def restore(self, drafts: Sequence[Draft], states: Sequence[dict[str, Any]]) -> None:
         """Appends the tokens of saved states (`Draft.state`) to new drafts. Raises UserError if an environment answers
-        them in another way than before."""
+        them differently than before."""
         for draft, state in zip(drafts, states, strict=True):
             if self.conversations is not None:
                 self.conversations.restore(draft, state)  # type: ignore[arg-type]
@@ -170,7 +172,7 @@ class Drafter:
     def complete(self, drafts: Sequence[Draft], group_size: int, *, by_model: bool = False) -> Rollouts:
         """Returns finished drafts as rollouts, `group_size` per prompt.
 
-        by_model: the model itself sampled them, so that the rollouts get no `behaviour_logp`.
+        by_model: whether the model itself sampled them; the rollouts then get no `behaviour_logp`.
         """
         rows = [replace(draft.tokens, temperature=draft.tokens.temperature or 1.0) for draft in drafts]
         if self.conversations is not None:

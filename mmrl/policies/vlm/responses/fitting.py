@@ -1,4 +1,4 @@
-"""Encodes single prompts, and finds those that the model cannot read."""
+"""Encodes single prompts, and reports prompts that the model cannot read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MARKERS = ("<image>", "<video>")  # of mmrl's own prompts; `chat` checks that th
 class PromptEncoder:
     """Encodes one prompt as `prompts.encode` does. It can be pickled, for use in another process.
 
-    `prompt_problem` keeps the encoding of the prompt it checks, and the next call takes it out: a checked prompt is
-    encoded once.
+    `prompt_problem` caches the encoding of the prompt that it checks, and the next call for this prompt uses it up, so
+    that a checked prompt is encoded only once.
     """
 
     def __init__(self, processor: Processor, max_length: int, placeholders: Iterable[str] = ()) -> None:
@@ -34,7 +34,8 @@ class PromptEncoder:
         return encode(self.processor, [prompt], self.max_length)[0] if cached is None else cached
 
     def take(self, prompt: Prompt) -> RolloutTokens | None:
-        """Returns and forgets the encoding of this prompt object that `prompt_problem` kept; None if there is none."""
+        """Removes and returns the encoding of this prompt object that `prompt_problem` cached; None if there is
+        none."""
         cached = self._cached.pop(id(prompt), None)
         return None if cached is None or cached[0]() is not prompt else cached[1]
 

@@ -24,21 +24,21 @@ class ResponseFlops:
         """core: the transformers model, without its PEFT wrapper."""
         self.tally = Tally()
         self.decoder, head = core.get_decoder(), core.get_output_embeddings()
-        self.meter, self._head = SequenceMeter(self.decoder), (head,)  # in a tuple: it is not part of this
-        for part in beside(core, self.decoder, head):
+        self.meter, self._head = SequenceMeter(self.decoder), head
+        for part in submodules_outside(core, self.decoder, head):
             CallMeter(part, self.tally)
 
     @property
     def head(self) -> Flops:
         """The FLOPs of the output layer for one token."""
-        weight = self._head[0].weight
+        weight = self._head.weight
         forward = 2.0 * weight.numel() if weight.dim() == 2 else 0.0
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.decoder.parameters())
         return Flops(forward, forward * (trained + weight.requires_grad))
 
     def replayed(self, rows: Sequence[RolloutTokens], prompts: Sequence[RolloutTokens] | None) -> None:
-        """Adds the pass that computed log-probabilities of `rows`. prompts: the distinct prompts, if each was read once
-        for all of its responses; None: every row was read with its prompt."""
+        """Adds the FLOPs of the pass that computed log-probabilities of `rows`. prompts: the distinct prompts, if each
+        was computed once for all of its responses; None: if each row was computed with its prompt."""
         known = self.meter.known
         if known is None:
             return
@@ -54,25 +54,25 @@ class ResponseFlops:
     def sampled(
         self,
         rows: Sequence[RolloutTokens],
-        read: Sequence[RolloutTokens],
+        prefilled: Sequence[RolloutTokens],
         sampled: Sequence[Tensor],
         *,
         shared: bool = False,
     ) -> None:
-        """Adds the sampling of the tokens sampled[i] after row i, token by token.
+        """Adds the FLOPs of sampling the tokens sampled[i] after row i, token by token.
 
-        read: the distinct rows that were read first (prefill), each once for all rows equal to it. shared: each prompt
-        of `read` was read once, and the responses so far after it.
+        prefilled: the distinct rows, each computed once for all rows equal to it. shared: whether each prompt of
+        `prefilled` was computed once, and then the responses so far after it.
         """
         known = self.meter.known
         if known is None:
             return
         if shared:
-            prompts = {id(row.prompt): len(row.prompt) for row in read}
+            prompts = {id(row.prompt): len(row.prompt) for row in prefilled}
             parts = [known.for_sequence(length) for length in prompts.values()]
-            parts += [known.for_extension(len(row.prompt), len(row.response)) for row in read if len(row.response)]
+            parts += [known.for_extension(len(row.prompt), len(row.response)) for row in prefilled if len(row.response)]
         else:
-            parts = [known.for_sequence(len(row.prompt) + len(row.response)) for row in read]
+            parts = [known.for_sequence(len(row.prompt) + len(row.response)) for row in prefilled]
         parts += [
             known.for_extension(len(row.prompt) + len(row.response), len(ids), one_by_one=True)
             for row, ids in zip(rows, sampled, strict=True)
@@ -80,12 +80,12 @@ class ResponseFlops:
         self.tally.add(sum(parts, self.head * sum(len(ids) for ids in sampled)))
 
 
-def beside(core: nn.Module, decoder: nn.Module, head: nn.Module) -> Iterator[nn.Module]:
+def submodules_outside(core: nn.Module, decoder: nn.Module, head: nn.Module) -> Iterator[nn.Module]:
     """Yields the largest submodules that contain neither the decoder nor the output layer, such as the vision tower."""
     for child in core.children():
         if any(part is decoder for part in child.modules()):
             if child is not decoder:
-                yield from beside(child, decoder, head)
+                yield from submodules_outside(child, decoder, head)
         elif child is not head:
             yield child
 

@@ -20,11 +20,12 @@ from transformers.modeling_utils import AttentionInterface
 from mmrl.engine.compilation import apart
 from mmrl.generation.decoding import PACKED
 
-MAX_FILL = 0.9  # share of real tokens in a padded batch below which packing saves time
+MAX_FILL = 0.9  # packing saves time if the share of tokens in a padded batch that are not padding is below this
 # Name of `packed_attention` for vision towers. With "flash" in the name, towers pass all their attention windows in one
 # call, instead of one call per window: several hundred per image in Qwen2.5-VL.
 PACKED_IMAGES = "mmrl_flash_packed"
-WINDOWED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # `model_type` of models whose towers do
+# `model_type` of models whose towers pass their windows in this way.
+WINDOWED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MAX_FLASH_HEAD_DIM = 256  # largest head dimension of flash attention
 
 
@@ -32,14 +33,14 @@ MAX_FLASH_HEAD_DIM = 256  # largest head dimension of flash attention
 class RowTokens:
     """Positions of the tokens of padded rows."""
 
-    index: Tensor  # [token] int64, in the flattened rows
+    index: Tensor  # [token] int64, positions in the flattened rows
     ends: Tensor  # [row + 1] int32, cumulative lengths of the rows, beginning with 0 (cu_seqlens of flash attention)
     shape: tuple[int, int]  # rows and padded length
     mask: Tensor  # [row, length] bool
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> RowTokens:
-        """Finds the tokens of a mask [row, length]. Waits for the GPU, once per batch."""
+        """Returns the positions of the tokens in a mask [row, length], true for tokens. It waits for the GPU."""
         mask = mask.bool()
         ends = F.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
         return cls(mask.flatten().nonzero().flatten(), ends, (mask.shape[0], mask.shape[1]), mask)
@@ -100,7 +101,8 @@ def worthwhile(lengths: list[int]) -> bool:
 def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of a decoder: packs its inputs, embeddings [row, length, hidden] become [1, token, hidden]."""
     tokens = _row_tokens.get()
-    if tokens is None or kwargs.get("cu_seq_lens_q") is not None:  # two policies may share a decoder
+    # A decoder that two policies share has this hook twice; the first call has packed already.
+    if tokens is None or kwargs.get("cu_seq_lens_q") is not None:
         return None
     positions = kwargs.get("position_ids")
     if positions is None:
@@ -112,7 +114,7 @@ def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         "position_ids": tokens.packed(positions).unsqueeze(-2),
         "attention_mask": None,
     }
-    if kwargs.get("visual_pos_masks") is not None:  # where Qwen3-VL adds features of images to deeper layers
+    if kwargs.get("visual_pos_masks") is not None:  # the tokens to which Qwen3-VL adds image features in deeper layers
         packed["visual_pos_masks"] = tokens.packed(kwargs["visual_pos_masks"])[None]
     ends, max_length = tokens.ends, tokens.shape[1]
     spans = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max_length, "max_length_k": max_length}
@@ -131,7 +133,7 @@ def _unpack(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return output
 
 
-def takes_flash(query: Tensor) -> bool:
+def can_use_flash(query: Tensor) -> bool:
     """Returns whether flash attention can be used: in half precision, on a GPU of compute capability 8.0 or higher.
 
     query: [..., head dimension].
@@ -161,15 +163,15 @@ def packed_attention(
     """Computes attention within each of several packed sequences, as an attention function of transformers.
 
     query: [1, head, token, head dimension]; key, value: the same, with fewer heads under grouped-query attention.
-    cu_seq_lens_q: cumulative lengths of the sequences, [sequence + 1]; None: transformers' SDPA attention of padded
-    rows. max_length_q: that of the longest sequence. is_causal: None means True. Returns [1, token, head, head
+    cu_seq_lens_q: cumulative lengths of the sequences, [sequence + 1]; None: rows are padded, and transformers' SDPA
+    attention is used. max_length_q: of the longest sequence. is_causal: None means True. Returns [1, token, head, head
     dimension].
     """
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **options)
     scale, causal = options.get("scaling"), is_causal is not False
     groups = query.shape[1] // key.shape[1]
-    if takes_flash(query):
+    if can_use_flash(query):
         key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         ends, window = cu_seq_lens_q, (-1, 0 if causal else -1)
@@ -180,9 +182,10 @@ def packed_attention(
 
 
 @apart
-def by_sequence(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """Computes attention sequence by sequence; arguments and result as `packed_attention`."""
-    lengths, shared = starts.diff().tolist(), query.shape[1] > key.shape[1]
+def by_sequence(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Computes attention sequence by sequence; arguments and result as in `packed_attention`. ends: its cu_seq_lens_q;
+    scale: of the scores, None for the default."""
+    lengths, shared = ends.diff().tolist(), query.shape[1] > key.shape[1]
     sequences = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
     attended = [
         F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=shared)

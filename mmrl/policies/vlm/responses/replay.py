@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,7 +36,8 @@ class ResponseReplay:
         self.runner, self.segment = runner, segment
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool, padding_side: str = "right") -> Replay:
-        """Returns log-probabilities of responses and what goes with them; see `VisionLanguagePolicy.replay`."""
+        """Returns the log-probabilities of responses and further columns of a replay; see
+        `VisionLanguagePolicy.replay`."""
         runner, routing = self.runner, self.runner.routing
         rows: list[RolloutTokens] = rollouts.inputs
         if reference:
@@ -66,7 +68,7 @@ class ResponseReplay:
         return replay
 
     def segments(self, rollouts: Rollouts) -> Tensor:
-        """Returns the number of the segment of each token, [rollout, decision] int64. Raises TypeError if
+        """Returns the index of the segment of each token, [rollout, decision] int64. Raises TypeError if
         rollout.segment is null."""
         if self.segment is None:
             raise TypeError("rollout.segment is null: responses have no segments")
@@ -74,8 +76,8 @@ class ResponseReplay:
         return segments.expand(rollouts.mask.shape)
 
     def _others(self, rollouts: Rollouts, row: Tensor, decision: Tensor) -> Tensor | None:
-        """Returns the ids of alternative tokens whose logp a method asked for, or None: [decision, k], or [k] if they
-        are the same for all decisions, such as the full vocabulary."""
+        """Returns the ids of alternative tokens whose logp is computed too, because a method of the algorithm needs it:
+        [decision, k], or [k] if they are the same for all decisions, such as the full vocabulary; None without."""
         listed, alternatives = rollouts.extras.get(ALTERNATIVES.name), get_alternatives(rollouts)
         if isinstance(listed, WholeVocabulary):
             return listed.ids.to(self.runner.device)
@@ -106,8 +108,8 @@ class ResponseReplay:
     ) -> Layout:
         """Returns the model inputs, with each distinct prompt once where the model can share it between its responses.
 
-        row, decision: row and index in the response of each decision, [decision]. routed: experts are replayed, which
-        excludes shared prompts.
+        row, decision: row and index in the response of each decision, [decision]. routed: whether experts are replayed;
+        prompts are then not shared.
         """
         runner = self.runner
         prompts, prompt_index = distinct_prompts(rows)
@@ -137,7 +139,7 @@ class ResponseReplay:
         lockstep, module = self.runner.lockstep, self.runner.module
         if lockstep is None or module.fused is not None:
             return None
-        return lockstep.max(-(-num_targets // module.chunk))
+        return lockstep.max(math.ceil(num_targets / module.chunk))
 
 
 def lengths_of(rows: Sequence[RolloutTokens]) -> list[int]:

@@ -1,5 +1,5 @@
-"""New rollouts from earlier ones: stored and rebuilt, with changed prompts, joined, or sampled again from some
-token."""
+"""Builds new rollouts from earlier ones: stores and rebuilds them, changes their prompts, joins their responses, or
+samples again from some token."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def serialize(rollouts: Rollouts) -> list[dict[str, Any]]:
 
 
 def deserialize(drafter: Drafter, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
-    """Rebuilds unscored rollouts from the values of `serialize`. Recorded experts are not stored, so the router of the
-    model routes their tokens."""
+    """Rebuilds unscored rollouts from the values of `serialize`. Recorded experts are not stored, so the model's own
+    router selects experts in replay."""
     tokens = drafter.tokens
     if drafter.conversations is not None:
         return drafter.conversations.deserialize(drafter, prompts, states)
@@ -46,7 +46,7 @@ def continue_from(
 ) -> Rollouts:
     """Keeps the first lengths[i] tokens that the policy sampled in response i, and samples the rest with seeds[i].
 
-    engine: None if the model itself samples. Returns unscored rollouts.
+    engine: None if the model itself samples. Returns rollouts without rewards.
     """
     if drafter.conversations is not None:
         conversations = list(drafter.conversations.first_parts(drafter, rollouts, lengths, seeds))
@@ -68,7 +68,7 @@ def continue_from(
 
 def unknown_logp(num_tokens: int) -> Tensor:
     """Returns NaN as the log-probabilities of tokens that the engine did not sample, [token]. Importance-sampling
-    corrections between engine and trainer leave out NaN."""
+    corrections between engine and trainer ignore NaN."""
     return torch.full((num_tokens,), torch.nan)
 
 

@@ -20,7 +20,7 @@ from mmrl.policies.vlm.responses.flops import ResponseFlops
 from mmrl.policies.vlm.responses.packing import pack_rows, worthwhile
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.routing import Routing
-from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
+from mmrl.policies.vlm.scorer import TokenScorer, set_checkpointing, transformers_model
 from mmrl.rollouts import Prompt
 
 # `model_type` of families for which sharing a prompt between its responses, and packing, are tested.
@@ -29,7 +29,7 @@ PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_o
 
 @dataclass
 class Lockstep:
-    """Numbers that ranks need to make the same collective calls under ZeRO-3."""
+    """Functions and inputs with which all ranks make the same collective calls under ZeRO-3."""
 
     max: Callable[[int], int]  # returns the maximum of a number over the ranks
     gather_weights: Callable[[], AbstractContextManager[None]]  # inside, forward passes need no collective calls
@@ -43,8 +43,8 @@ class ModelRunner:
     """
 
     def __init__(self, module: TokenScorer, tokens: ChatTokenizer, *, gathers: bool, packing: bool = True) -> None:
-        """gathers: `gathered_weights` gathers all weights. packing: replay computes rows without padding, if the model
-        can."""
+        """gathers: whether `gathered_weights` gathers all weights. packing: whether replay computes rows without
+        padding, if the model supports it."""
         self.module, self.tokens, self.gathers = module, tokens, gathers
         self.lockstep: Lockstep | None = None
         self.routing: Routing | None = None
@@ -64,9 +64,9 @@ class ModelRunner:
 
     @contextmanager
     def gathered_weights(self) -> Iterator[None]:
-        """Gathers all weights for the duration of the context under ZeRO-3, so that this rank can generate without the
-        others. Without it, every token would gather the weights layer by layer. Entering and leaving are collective
-        calls."""
+        """Gathers all weights for the duration of the context under ZeRO-3, so that this rank can generate
+        independently of the other ranks. Outside the context, every token would gather the weights layer by layer.
+        Entering and leaving are collective calls."""
         lockstep = self.lockstep
         if lockstep is None or not self.gathers:
             yield
@@ -85,12 +85,12 @@ class ModelRunner:
     def replay_routing(self) -> None:
         """Makes replay route tokens to the experts that the engine recorded, and requires engines to record them.
 
-        Raises UserError for a model without experts, or of a family for which this was not tested.
+        Raises UserError for a model without experts, or of a family for which routing replay was not tested.
         """
         self.routing = Routing(self.core)
 
     def shares_prompts(self, *, training: bool) -> bool:
-        """Returns whether a prompt is read once for all of its responses, which then use its key-value cache.
+        """Returns whether a prompt is computed once for all of its responses, which then use its key-value cache.
 
         False for families that were not tested or whose layers do not keep all keys and values; under ZeRO-3, where
         ranks would make different numbers of passes; and in training with gradient checkpointing, which uses no cache.
@@ -110,18 +110,18 @@ class ModelRunner:
         return self.core.config.model_type in PREFIX_SHARING and all(type(layer) is DynamicLayer for layer in layers)
 
     def should_pack(self, lengths: list[int]) -> bool:
-        """Returns whether replay packs rows of these lengths (tokens): the model can, and it saves time."""
+        """Returns whether replay packs rows of these lengths in tokens: if the model supports it, and it saves time."""
         return self.module.can_pack and worthwhile(lengths)
 
     def generate(
         self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limits: Sequence[int]
     ) -> list[Tensor]:
-        """Generates at most limits[i] tokens after the prompt and response of row i, with seeds[i]; [token] int64
-        each."""
-        recompute(self.module, False)
+        """Generates at most limits[i] tokens after the prompt and response of row i, with seeds[i]. Returns the new
+        token ids of each row, [token] int64."""
+        set_checkpointing(self.module, False)
         shares = self.shares_prompts(training=False)
         responses = (self._generate_shared if shares else self._generate_unshared)(rows, seeds, sampling, limits)
-        recompute(self.module, True)
+        set_checkpointing(self.module, True)
         prefilled = distinct_rows(rows)[0] if shares else rows
         shared = shares and not any(row.observed_images for row in rows)
         self.flops.sampled(rows, prefilled, responses[: len(rows)], shared=shared)
@@ -135,7 +135,7 @@ class ModelRunner:
         prompts, prompt_index = distinct_prompts(distinct)
         prefixes = [row.response for row in distinct]
         if any(row.observed_images for row in rows):
-            # Images are read only in a prefill, so the responses so far become part of it
+            # Images can only be computed in the prefill, so it includes the responses so far
             prompts, prompt_index = distinct, list(range(len(distinct)))
             prefixes = [row.response[:0] for row in distinct]
         return generate_groups(
@@ -172,8 +172,9 @@ class ModelRunner:
         return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device)
 
     def with_dummy(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
-        """Adds a dummy row with an image to a batch without images under ZeRO-3: without one, this rank would skip the
-        vision tower, while the others wait for it to gather the tower's weights. No result of the dummy row is used."""
+        """Under ZeRO-3, adds a dummy row with an image to a batch without images. Otherwise this rank would skip the
+        vision tower, while other ranks wait for it to gather the tower's weights. No result of the dummy row is
+        used."""
         if self.lockstep is None or any(r.images for r in rows):
             return rows
         if self.lockstep.dummy is None:
@@ -185,8 +186,8 @@ class ModelRunner:
 def distinct_rows(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
     """Returns the distinct rows, and for each row the index of the distinct row that equals it.
 
-    Rows are equal if they have the same prompt tensor and equal responses so far. A row with images in its response is
-    never equal to another one.
+    Rows are equal if they have the same prompt tensor object and equal responses so far. A row with images in its
+    response is never equal to another one.
     """
     indices: dict[tuple[int, int, tuple[int, ...]], int] = {}
     keys = []
@@ -200,7 +201,7 @@ def distinct_rows(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], l
 def distinct_prompts(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
     """Returns the distinct prompts, with empty responses, and for each row the index of its prompt.
 
-    Prompts are the same if they are the same tensor, as in a group of rollouts; equal values do not count.
+    Two prompts are the same if they are the same tensor object, as in a group of rollouts; values are not compared.
     """
     indices: dict[int, int] = {}
     prompt_index = [indices.setdefault(id(tokens.prompt), len(indices)) for tokens in rows]

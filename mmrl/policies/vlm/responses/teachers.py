@@ -1,4 +1,5 @@
-"""Teacher models for distillation into a vision-language model: checks that they fit the student, and its token ids."""
+"""Teacher models for distillation into a vision-language model: checks that they fit the student, and converts text and
+rollouts to token ids for them."""
 
 from __future__ import annotations
 
@@ -57,11 +58,12 @@ class VisionLanguageTeachers(TokenTeachers):
         return [(row.prompt.tolist(), row.response.tolist()) for row in rollouts.inputs]
 
     def tokenize(self, text: str) -> list[int]:
+        """Returns the token ids of a text."""
         return self.tokens.ids(text)
 
 
 def check_vocabulary(path: str, teacher: Processor, student: Processor) -> None:
-    """Raises UserError if the tokenizers have different vocabularies, naming one token that differs."""
+    """Raises UserError, which names one differing token, if the tokenizers have different vocabularies."""
     teacher_ids, student_ids = teacher.tokenizer.get_vocab(), student.tokenizer.get_vocab()
     if teacher_ids == student_ids:
         return
@@ -88,7 +90,7 @@ def check_images(path: str, teacher: Processor, student: Processor) -> None:
 
 def suppress(module: nn.Module, tokens: ChatTokenizer) -> None:
     """Gives probability 0 in the teacher to all tokens that the student may not sample, and to rows of the teacher's
-    output matrix beyond the tokenizer.
+    output matrix beyond the tokenizer's last id.
 
     module: the teacher's `TokenScorer`. tokens: those of the student.
     """

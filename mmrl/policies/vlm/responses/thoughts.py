@@ -1,4 +1,4 @@
-"""Prompts whose chat template opens the reasoning of the response, with <think> or a similar tag."""
+"""Detects prompts whose chat template opens the reasoning of the response, with <think> or a similar tag."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.rewards.parsing.responses import THOUGHTS
 
-TAIL = 12  # last tokens of a prompt that are looked at: enough for the opening tag and the white space after it
+TAIL = 12  # number of a prompt's last tokens that are decoded: enough for the opening tag and the white space after it
 
 
 def opens_thoughts(tokenizer: Tokenizer, ids: Tensor) -> bool:

@@ -62,6 +62,7 @@ class ChatTokenizer:
         return [next(encoded) if tokens is None else tokens for tokens in cached]
 
     def _cached(self, prompt: Prompt) -> RolloutTokens | None:
+        """Returns the encoding of a prompt that `reader` or `encoder` made earlier, None if there is none."""
         tokens = None if self.reader is None else self.reader.encoded(prompt)
         return self.encoder.take(prompt) if tokens is None else tokens
 
@@ -70,8 +71,8 @@ class ChatTokenizer:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def pieces(self, ids: Tensor) -> list[str]:
-        """Returns the text that each of `ids` [token] adds to the text of the ids before it. A character that is made
-        of several tokens is added by its last one."""
+        """Returns the text that each of `ids` [token] adds to the text of the ids before it. A character that consists
+        of several tokens is added by the last of them."""
         prefixes = [self.tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids) + 1)]
         # U+FFFD stands for the bytes of an incomplete character
         texts = [*(text.rstrip("\ufffd") for text in prefixes[:-1]), prefixes[-1]]
@@ -101,8 +102,8 @@ class ChatTokenizer:
 
 
 def end_tokens(generation: GenerationConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns all ids that end a response: those of the generation config, then that of the tokenizer. Raises UserError
-    if there is none."""
+    """Returns the ids of all tokens that end a response: first those of the generation config, then the tokenizer's.
+    Raises UserError if there are none."""
     declared = generation.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
     distinct = [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
@@ -120,12 +121,12 @@ def never_sampled(model: PreTrainedModel, tokenizer: Tokenizer, eos: tuple[int, 
 
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
-    """Returns the ids of the tokens for images and videos, and of those around them."""
+    """Returns the ids of the placeholder tokens for images and videos, and of the tokens around them."""
     declared = model.config.to_dict()
     return {declared[key] for key in PLACEHOLDER_KEYS if declared.get(key) is not None}
 
 
 def placeholders(model: PreTrainedModel, tokenizer: Tokenizer) -> list[str]:
-    """Returns the texts of the placeholder tokens; the tokenizer would read such a text as the token."""
+    """Returns the texts of the placeholder tokens. The tokenizer would encode such a text as the placeholder."""
     names = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
     return [names[number] for number in sorted(placeholder_ids(model)) if number in names]
