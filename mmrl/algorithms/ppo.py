@@ -209,7 +209,7 @@ class PPO(RatioAlgorithm):
 
         if self.standardise == "batch":
             return
-        pairs = [  # of advantages and masks, [rollout, decision]
+        pairs = [  # (advantages, mask) of each micro-batch, [rollout, decision]
             (micro.advantages.double(), micro.mask & _by_decision(_steps(micro).mask, micro))
             for micro in minibatch
             if micro.advantages is not None
@@ -260,7 +260,7 @@ def moments_of(steps: Steps) -> tuple[Tensor, Tensor]:
     """Returns the moment of each step, [rollout, step] int64, and which moments exist, [rollout, moment] bool.
 
     A moment is the unmasking step at which a token was filled in, from 0 without gaps within the mask. Without moments,
-    each step is one of its own.
+    each step is a moment of its own.
     """
     import torch
 

@@ -1,6 +1,7 @@
 """Credit assignment: how the reward of a rollout becomes advantages of its decisions.
 
-A decision is what has one log-probability: a token, a denoising step, an action. Shapes: B rollouts, T decisions.
+A decision is a part of a rollout with one log-probability: a token, a denoising step, an action. Shapes: B rollouts, T
+decisions.
 """
 
 from __future__ import annotations
@@ -202,8 +203,8 @@ def divergence_in_group(logp: Tensor, mask: Tensor, group: Tensor, vocabulary: i
 
 
 def scale_within_group(values: Tensor, mask: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
-    """Scales values [B, T] to 0..1 over the decisions under the mask [B, T] of all rollouts of a group [B]; others are
-    undefined."""
+    """Scales values [B, T] to 0..1 over the decisions under the mask [B, T] of all rollouts of a group [B]. Values
+    outside the mask are undefined."""
     result = torch.zeros_like(values)
     for g in group.unique():
         rows = group == g

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 LEVELS = ("decision", "segment", "sequence")
-BOUND = 20.0  # exp(20) is 5e8: beyond it a ratio says only that something is broken
+BOUND = 20.0  # bound of log-ratios: exp(20) is 5e8, which a working policy does not reach
 
 
 def log_ratio(

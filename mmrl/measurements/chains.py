@@ -65,8 +65,8 @@ class CandidateCompletions(CollectedMeasurement["Column"]):
 
 
 def _completion_rewards(rollouts: Rollouts, context: CollectedContext, *, ends: bool) -> Tensor:
-    """Returns the reward of the completion of the state before each decision (after it, with `ends`), [rollout,
-    decision]."""
+    """Returns the reward of the completion of the state before each decision, or with `ends` after each decision,
+    [rollout, decision]."""
     num_decisions = rollouts.mask.shape[1]
     completions = context.policy.complete_steps(rollouts, ends=ends)
     return context.score(completions, rollouts.group.repeat_interleave(num_decisions)).view(-1, num_decisions)

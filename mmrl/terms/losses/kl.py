@@ -40,7 +40,7 @@ class OtherPolicy(Choice):
     }
     test: ClassVar[str] = "tests/joints/test_more_terms.py"
     metric: ClassVar[str]  # name of the logged divergence
-    at_one_update: ClassVar[str] = ""  # see `Term`
+    at_one_update: ClassVar[str] = ""  # as in `Term`: its effect if all ratios are 1; "": the usual effect
     estimators: ClassVar[tuple[str, ...]] = SAMPLE_ESTIMATORS
 
     @property

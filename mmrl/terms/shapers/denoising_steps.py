@@ -129,7 +129,7 @@ class LatentValues(Shaper):
         latents = batch.measured(PooledLatents()).values.double()
         text = torch.stack([word_counts(sample.prompt.text, PROMPT_WIDTH) for sample in batch.rollouts.samples])
         x = torch.cat([latents, text[:, None].expand(-1, latents.shape[1], -1)], -1)
-        memory = batch.memory.setdefault(self.key, {"calls": 0})  # kept from step to step, and in checkpoints
+        memory = batch.memory.setdefault(self.key, {"calls": 0})  # kept across steps, and in checkpoints
         network = batch.modules.get(self.key, lambda: ValueNetwork(x.shape[-1], self.width, seed=0), self.lr)
         value = network.predict(x.flatten(0, 1)).view(x.shape[:2]).float()
         combined = batch.combined_rewards()
