@@ -433,7 +433,10 @@ def config_for(model: Path, config: str | Path | None, overrides: Sequence[str])
         return load(model / "config.yaml", list(overrides))
     origin = read_origin(model)
     if origin is None and not model.exists():
-        raise UserError(f"there is no folder {model}; name a run, or a model and a configuration of mmrl")
+        raise UserError(
+            f"{model}: there is no such folder; for a model of the hub give a configuration, as in: mmrl eval {model} "
+            "recipe.yaml"
+        )
     if origin is None:
         raise UserError(f"{model} has no configuration of its own; give one, as in: mmrl eval {model} recipe.yaml")
     return configure(origin["config"], list(overrides))

@@ -21,7 +21,7 @@ from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import checkpoint_score, evaluate
 from mmrl.generation.correction import apply_correction
 from mmrl.monitors.guards import Guards
-from mmrl.protocols.checks import check_loss, check_values
+from mmrl.protocols.checks import check_loss, check_values, noting_columns
 from mmrl.protocols.measurement import ReplayedContext
 from mmrl.protocols.parts import ExplainingTask, Policy, RewardingTask, SyncedGenerator, Task
 from mmrl.report.run import Run
@@ -182,8 +182,9 @@ class Trainer:
         parts = {f"loss of {key}": loss}
         stats |= loss_stats
         for i, term in enumerate(self.algorithm.terms):
-            values, term_stats = term.values(micro, replay)
             key = f"algorithm.terms.{i} ({term.type})"
+            with noting_columns(key, micro, replay):
+                values, term_stats = term.values(micro, replay)
             check_values(key, values, micro.mask.shape)
             parts[key] = reduce(values)
             # Two terms may report a statistic of the same name.

@@ -62,7 +62,7 @@ FAST = (
     "tasks/test_visual_qa.py",
     "house/test_floors.py",
     "prompts/test_sampler.py",
-    "protocols/test_batch.py",
+    "protocols/",
     "schedules/test_schedule.py",
     "settings/",
     "test_config.py",

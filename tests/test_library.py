@@ -129,6 +129,8 @@ def test_what_is_made_in_python_is_what_a_file_says(shop):
 
 
 def test_weights_without_a_configuration_are_refused(tmp_path):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/none: there is no such folder; for a model of the hub give a"):
+        Job.from_weights(tmp_path / "none")
     with pytest.raises(UserError, match=rf"^{tmp_path} has no configuration of its own; give one, as in: mmrl eval"):
         Job.from_weights(tmp_path)
     with pytest.raises(UserError, match=rf"^there is no folder {tmp_path / 'rum'}; name a run"):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SKELETONS = [
     *("task", "reward", "tool", "simulator", "environment", "algorithm", "term", "shaper", "mask", "surrogate"),
-    *("baseline", "transform", "view", "transition", "head", "sampler", "source"),
+    *("baseline", "transform", "view", "transition", "head", "sampler", "source", "measurement"),
 ]
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of a full or read-only disk
 

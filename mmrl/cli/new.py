@@ -18,6 +18,7 @@ METHOD_SECTIONS = {
     "surrogate": ("algorithm", "minibatches: 2\n  surrogate: {{type: '{module}:{name}', price: 1.0}}"),
     "baseline": ("algorithm", "baseline: {{type: '{module}:{name}', share: 0.5}}\n  scale: none"),
     "transform": ("algorithm", "transforms: [{{type: '{module}:{name}', power: 2.0}}]"),
+    "measurement": ("algorithm", "shaping:\n    - {{type: '{module}:Uses{name}', power: 1.0}}"),
     "view": (
         "algorithm",
         "terms:\n    - type: kl\n      against: {{type: view, view: {{type: '{module}:{name}', radius: 2.0}}}}",
@@ -38,7 +39,7 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
     if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name):
         raise UserError(f"{name!r} is not a class name in CamelCase; write it like MyAlgorithm")
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    variables = {"name": name, "module": module, "rollout": "", "algorithm": ""}
+    variables = {"kind": kind, "name": name, "module": module, "rollout": "", "algorithm": ""}
     shared = kind
     if kind in METHOD_SECTIONS:
         section, line = METHOD_SECTIONS[kind]

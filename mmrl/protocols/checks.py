@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.rollouts import Record, Replay
 
 AXES = {0: "a single number", 1: "by rollout", 2: "by decision"}
+
+
+@contextmanager
+def noting_columns(key: str, micro: Record, replay: Replay) -> Iterator[None]:
+    """Adds to an exception about a missing column the key of the part that read it, and the columns that there are."""
+    try:
+        yield
+    except (AttributeError, TypeError, KeyError) as error:
+        there = [
+            f"{kind} has {', '.join(name for name, value in vars(columns).items() if value is not None)}"
+            for kind, columns in (("micro", micro), ("replay", replay))
+        ]
+        error.add_note(
+            f"raised in {key}. {'; '.join(there)}. Other columns are None unless the part's needs ask for them: "
+            "Needs(reference=Reference()) gives micro.ref_logp"
+        )
+        raise
 
 
 def check_values(key: str, values: object, shape: torch.Size, *, finite: bool = False) -> None:

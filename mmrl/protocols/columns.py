@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STATISTICS = frozenset({"logp", "entropy"})  # computed by an extra forward pass before the advantages
+DECISION_STATISTICS = STATISTICS | {"square_sum"}  # those of `Needs.statistics`
 TURN_COLUMNS = frozenset({"turns", "tool_calls", "tool_errors", "turn_tokens"})
 ROLLOUT_COLUMNS = STATISTICS | TURN_COLUMNS | {"length", "truncated", "accuracy", "origin"}
 PROMPT_COLUMNS = frozenset({"group", "prompt"})

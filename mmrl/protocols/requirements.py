@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from mmrl.protocols.columns import STATISTICS, TURN_COLUMNS, NeededColumn
+from mmrl.protocols.columns import DECISION_STATISTICS, STATISTICS, TURN_COLUMNS, NeededColumn
 from mmrl.protocols.measurement import CollectedMeasurement, Measurement, PreparedMeasurement, ReplayedMeasurement
 from mmrl.protocols.offers import Offer, describe_offer
 from mmrl.settings import SettingsError
@@ -65,6 +65,29 @@ class Needs:
     measurements: tuple[Measurement[Any], ...] = ()
     columns: frozenset[NeededColumn] = frozenset()
     gates: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.reference is not None and not isinstance(self.reference, Reference):
+            raise SettingsError(
+                f"Needs(reference={self.reference!r}): write Needs(reference=Reference()), with Reference from "
+                "mmrl.protocols.requirements; the log-probabilities are then in micro.ref_logp"
+            )
+        for name in ("offers", "statistics", "columns", "gates"):
+            if not isinstance(vars(self)[name], frozenset):
+                raise SettingsError(f"Needs({name}={vars(self)[name]!r}): write it as frozenset({{...}})")
+        if not isinstance(self.measurements, tuple):
+            raise SettingsError(f"Needs(measurements={self.measurements!r}): write it as a tuple, (Mine(),)")
+        for measurement in self.measurements:
+            if not isinstance(measurement, Measurement):
+                raise SettingsError(
+                    f"Needs(measurements=...): {measurement!r} is not an object of a class that inherits from "
+                    "CollectedMeasurement, PreparedMeasurement or ReplayedMeasurement of mmrl.protocols.measurement"
+                )
+        unknown = self.statistics - DECISION_STATISTICS
+        if unknown:
+            raise SettingsError(
+                f"Needs(statistics=...): unknown {min(unknown)!r}; there are {', '.join(sorted(DECISION_STATISTICS))}"
+            )
 
     @property
     def required(self) -> frozenset[Offer]:

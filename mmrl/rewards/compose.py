@@ -19,7 +19,7 @@ from mmrl.rewards.services.isolated import IsolatedReward
 from mmrl.rewards.services.spans import store_spans
 from mmrl.rewards.settings import RewardSpec
 from mmrl.rewards.turns import is_lost
-from mmrl.rewards.types import BatchReward, Reward, Score, StatefulReward
+from mmrl.rewards.types import BatchReward, Reward, SavingReward, Score, StatefulReward
 from mmrl.rollouts import Prompt, Sample
 
 MAX_SHOWN = 120  # characters of an answer in a message
@@ -31,7 +31,8 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     """Builds a reward inside a guard, so that its faults cost samples and not the run.
 
     Raises ValueError like `mmrl.rewards.build`, and for a deadline that cannot be enforced, a batch size of a reward
-    that scores no batches, and a reward that needs another interpreter while its `python` is not set.
+    that scores no batches, a reward that needs another interpreter while its `python` is not set, and one with `state`
+    but no `load`.
     """
     timeout_score = LOWEST.get(spec.name, 0.0) if spec.on_timeout == "lowest" else None
     failures = Failures(spec.column, timeout_score)
@@ -54,6 +55,11 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     )
     _check_deadline(spec, reward)
     _check_batch_size(spec, reward)
+    if isinstance(reward, SavingReward) and not isinstance(reward, StatefulReward):
+        raise ValueError(
+            f"reward {spec.name!r} has a method state() but no load(state), so a resumed run could not restore it; "
+            "define both, or rename state"
+        )
     if isinstance(reward, IsolatedReward):
         failures.max_timeouts = spec.max_timeouts or MAX_TIMEOUTS
         return reward

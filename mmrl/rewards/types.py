@@ -36,12 +36,17 @@ class BatchReward(Protocol):
 
 
 @runtime_checkable
-class StatefulReward(Protocol):
-    """A reward that learns or counts. Checkpoints keep its state on each rank, so that a resumed run continues
-    exactly."""
+class SavingReward(Protocol):
+    """A reward that returns a state."""
 
     def state(self) -> Mapping[str, Any]:
         """Returns its state: numbers, strings, lists, dicts and tensors."""
+
+
+@runtime_checkable
+class StatefulReward(SavingReward, Protocol):
+    """A reward that learns or counts. Checkpoints keep its state on each rank, so that a resumed run continues
+    exactly."""
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` returned."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from mmrl import moved
@@ -55,6 +55,15 @@ class Choice(Section):
     test: ClassVar[str] = ""  # the test file that checks it
     compared: ClassVar[str] = ""  # public code that gives the same numbers, as REPOSITORY@COMMIT; empty: none
     of_numbers: ClassVar[bool] = False  # whether a plain number is short for {type: constant, number: ...}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_type(cls, values: Any) -> Any:
+        """Sets `type` where an object is made in Python, as in `Entropy(coefficient=0.1)`: the class is known there."""
+        if not isinstance(values, Mapping) or "type" in values or not cls.model_fields["type"].is_required():
+            return values
+        target = f"{cls.__module__}:{cls.__qualname__}"
+        return {"type": next((name for name, kind in cls.kinds.items() if kind == target), target), **values}
 
     @property
     def key(self) -> str:
@@ -363,9 +372,10 @@ def key_of_library(name: str) -> tuple[str, str] | None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns " (did you mean ...?)" with the most similar of `names`; "" if none is similar."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """Returns " (did you mean ...?)" with the most similar of `names`, in any case; "" if none is similar."""
+    by_lower = {each.lower(): each for each in names}
+    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    return f" (did you mean {by_lower[close[0]]}?)" if close else ""
 
 
 def one_of(kinds: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from PIL import Image
 
-from mmrl.errors import describe_error
+from mmrl.errors import UserError, describe_error
 from mmrl.rewards.parsing.responses import texts_between
 from mmrl.rollouts import Message, Prompt, Video
 from mmrl.sims.turns.environment import Environment, Reply
@@ -78,7 +78,7 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
-        """Builds a tool from a function, with its docstring as description. Raises ValueError if a parameter has no
+        """Builds a tool from a function, with its docstring as description. Raises UserError if a parameter has no
         type, or one that JSON does not have."""
         name = name or function.__name__
         described = inspect.getdoc(function) or ""
@@ -110,7 +110,7 @@ class Tool:
 
 
 def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:
-    """Returns the JSON schema of a tool's parameter `key` from its type annotation `kind`. Raises ValueError for a type
+    """Returns the JSON schema of a tool's parameter `key` from its type annotation `kind`. Raises UserError for a type
     that is not supported."""
     if typing.get_origin(kind) is Annotated:
         inner, meaning, *_ = typing.get_args(kind)
@@ -123,7 +123,10 @@ def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:
         return {"type": "string", "enum": list(typing.get_args(kind))}
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return _schema(tool, key, next(k for k in typing.get_args(kind) if k is not type(None)))
-    raise ValueError(f"tool {tool}: parameter {key} needs a type: int, float, str, bool, list[...] or Literal[...]")
+    raise UserError(
+        f"task.environment.tools: parameter {key} of the tool {tool} needs a type: int, float, str, bool, list[...] or "
+        f"Literal[...], as in {key}: int"
+    )
 
 
 def _converted(tool: str, key: str, kind: Any, value: object) -> object:

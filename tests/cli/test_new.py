@@ -13,6 +13,7 @@ from mmrl.config import load
 from mmrl.errors import UserError
 
 OWN = ("task", "reward", "simulator", "environment")
+BY_HAND = ("algorithm", "term", "shaper", "mask", "surrogate", "baseline", "transform", "measurement")
 COLUMNS = {"task": "reward/digits", "reward": "reward/my_reward", "simulator": "accuracy"}
 COLUMNS["environment"] = "reward/environment_return"
 
@@ -74,6 +75,14 @@ def test_what_the_parts_give_is_what_their_tests_say(written):
     done = run(written, "pytest", "-q", "-p", "no:cacheprovider", "-k", "not trains", ".")
     assert done.returncode == 0, done.stdout
     assert "11 passed, 4 deselected" in done.stdout
+
+
+def test_what_methods_give_is_what_was_worked_out_by_hand(tmp_path):
+    for kind in BY_HAND:
+        new.write(kind, f"My{kind.title()}", tmp_path)
+    done = run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "-k", "values", ".")
+    assert done.returncode == 0, done.stdout
+    assert f"{len(BY_HAND)} passed, {len(BY_HAND)} deselected" in done.stdout
 
 
 @pytest.mark.slow

@@ -66,6 +66,21 @@ def test_bad_names_and_options(name, options, words):
     assert "\n" not in str(caught.value)
 
 
+class Saving:
+    scope = "sample"
+
+    def score(self, samples):
+        return [0.0] * len(samples)
+
+    def state(self):
+        return {}
+
+
+def test_a_state_that_nothing_could_restore_is_refused():
+    with pytest.raises(ValueError, match=r"test_compose:Saving' has a method state\(\) but no load\(state\)"):
+        build_reward(RewardSpec(name="tests.rewards.test_compose:Saving"))
+
+
 def test_bad_sets():
     with pytest.raises(ValueError, match="at least one"):
         RewardSet([])

@@ -61,6 +61,15 @@ class Triangle(Shape):
         return self.height
 
 
+class Untyped(Choice):
+    kinds: ClassVar = {"plain": f"{HERE}:Plain"}
+    width: float = 1.0
+
+
+class Plain(Untyped):
+    pass
+
+
 class Lacking(Shape):
     """It does not say its area."""
 
@@ -141,6 +150,12 @@ def test_ones_own_kind_is_named_by_where_it_is():
     )
 
 
+def test_an_object_that_is_made_in_python_knows_its_type():
+    assert Untyped(width=2.0).type == f"{HERE}:Untyped"
+    assert Plain(width=2.0) == Plain(type="plain", width=2.0)
+    assert Stranger().type == "stranger"
+
+
 def test_null_is_the_default_unless_null_means_something():
     made = make(Image, {"title": "t", "frame": None, "shape": None, "numbers": None, "second": None})
     assert made.frame == Frame() and made.shape == Circle() and made.numbers == () and made.second is None
@@ -188,6 +203,7 @@ def test_the_key_at_fault_is_named_with_the_nearest_one(tree, message):
         ("circl", "shape.type=circl is unknown (did you mean circle?); use one of circle, square, nothing, gone, or "),
         ("zzzz", "shape.type=zzzz is unknown; use one of circle, square, nothing, gone, or package.module:Class"),
         (3, "shape.type=3 is unknown"),
+        ("CIRCLE", "shape.type=CIRCLE is unknown (did you mean circle?); use one of"),
         (f"{HERE}:Trapeze", f"shape.type={HERE}:Trapeze: no such object ({HERE} has no Trapeze); expected package."),
         ("no.such:Thing", "shape.type=no.such:Thing: no such object (No module named 'no'); expected package."),
         (":Thing", "shape.type=:Thing: no such object (Empty module name); expected package.module:name"),

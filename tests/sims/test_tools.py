@@ -222,7 +222,7 @@ def test_the_schema_follows_from_the_types():
         },
     }
     assert tool(Scene(), [[1, 2.5]], {"how": "far"}) == ("0 [1.0, 2.5] far 1",)
-    with pytest.raises(ValueError, match="parameter x needs a type"):
+    with pytest.raises(UserError, match="task.environment.tools: parameter x of the tool untyped needs a type"):
         Tool.of(lambda x: x, "untyped")
 
 
