@@ -194,5 +194,5 @@ def test_boards_are_loaded_as_they_were_saved_and_have_one_size(tmp_path, codes,
     with pytest.raises(UserError, match="boards of 3 x 3 squares, but the simulator shows 32 x 32"):
         read(backbone, seen)
     codes[2, 1, 0, 1] = 3
-    with pytest.raises(UserError, match="codes below 3 in channel 1 of an image, but the simulator shows 3"):
+    with pytest.raises(UserError, match="codes below 3 in channel 1 of an image, but the simulator's images hold 3"):
         read(backbone, codes)
