@@ -133,8 +133,6 @@ def test_weights_without_a_configuration_are_refused(tmp_path):
         Job.from_weights(tmp_path / "none")
     with pytest.raises(UserError, match=rf"^{tmp_path} has no configuration of its own; give one, as in: mmrl eval"):
         Job.from_weights(tmp_path)
-    with pytest.raises(UserError, match=rf"^there is no folder {tmp_path / 'rum'}; name a run"):
-        Job.from_weights(tmp_path / "rum")
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="has not reached its end"):
         Job.from_weights(tmp_path)
