@@ -225,8 +225,8 @@ def build_engine(config: Config, policy: Policy) -> Engine:
 
 
 def build_generator(config: Config, policy: Any, task: Task, ranks: Ranks) -> SyncedGenerator | None:
-    """Builds what samples rollouts in place of the policy: vLLM engines or rollout workers. Returns None where the
-    configuration has neither and the policy samples itself."""
+    """Builds the generator that samples rollouts in place of the policy: vLLM engines or rollout workers. Returns None
+    if the configuration has neither, so that the policy itself samples."""
     settings = config.generator
     if isinstance(settings, RolloutWorkers):
         from mmrl.workers.pool import WorkerPool

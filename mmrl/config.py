@@ -62,12 +62,12 @@ class Config(Section):
     kernels: Kernels = option(Kernels(), "backend of the fused operators")
 
     def section(self, name: str) -> Any:
-        """Returns a section by name that only jobs with this type of model have, such as "denoising"."""
+        """Returns the section `name` that only some types of model have, such as "denoising"."""
         return vars(self)[name]
 
     @property
     def generator(self) -> GeneratorSettings | RolloutWorkers | None:
-        """Settings of the engine or the workers that sample in place of the policy; None where it samples itself."""
+        """Settings of the engine or the workers that sample in place of the policy; None if it samples."""
         return self.rollout.producer
 
     @property
@@ -200,7 +200,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     assert isinstance(resolved, dict)
     values: dict[str, Any] = {str(key): value for key, value in resolved.items()}
-    if _warm_start(values) != _warm_start(tree):  # it was a ${...}, which is resolved only now
+    if _warm_start(values) != _warm_start(tree):  # it held a ${...}, which is resolved only now
         values = _with_warm_start(values, path.parent)
     return validate(values, str(path))
 

@@ -193,7 +193,7 @@ class Job:
         return read_run(folder)
 
     def _start_heartbeat(self, parts: ExitStack) -> None:
-        """Starts the heartbeat of this rank where there are several ranks. The others then know that it has started,
+        """Starts the heartbeat of this rank if there are several ranks: the other ranks know that it has started,
         before it loads a model."""
         rank, world = rank_and_world_size()
         if world > 1:
@@ -218,8 +218,8 @@ class Job:
             raise
 
     def stop(self) -> None:
-        """Requests the end of the training after this step: it saves a checkpoint, and `train` returns. To be called in
-        `each_step`, on any rank. A later job with the same run directory resumes. Raises UserError where the job does
+        """Ends the training after this step: a checkpoint is saved, and `train` returns. Call it in `each_step`, on any
+        rank. A later job with the same run directory resumes. Raises UserError where the job does
         not train."""
         if self._trainer is None:
             raise UserError("Job.stop() is for a job that trains; call it in each_step")
@@ -262,8 +262,8 @@ class Job:
             return evaluate(self._responder(), self.task, self.ranks, num_prompts, self.config, journal)
 
     def _responder(self) -> Responding:
-        """Returns what answers the prompts of an evaluation: the policy, the workers that sample for it, or, in a job
-        that does not train, the search of sample.search."""
+        """Returns the object that answers the prompts of an evaluation: the policy, the workers that sample for it, or,
+        in a job that does not train, the search of sample.search."""
         search = None if self._trains else self.config.sample.search
         if search is not None:
             return SearchingPolicy(self.policy, self.task, search)
@@ -379,7 +379,7 @@ def use_deterministic_kernels() -> None:
 
 
 def quieten() -> None:
-    """Silences libraries and replaces their progress bars by mmrl's, also where they are imported already."""
+    """Silences libraries and replaces their progress bars by mmrl's, even in libraries that are already imported."""
     from transformers.utils.logging import set_tqdm_hook
 
     quieten_environment()

@@ -17,7 +17,7 @@ NOT_THERE = r"cannot import name '(\w+)' from '(mmrl\.[\w.]+)'"
 def _tables() -> dict[str, dict[str, Any]]:
     """Returns the tables of moved.json, from former to current names. modules: "package.module". classes:
     "package.module:Class". keys: dotted configuration keys. kinds: templates of choices, see `present_forms`."""
-    import json  # late, as below: every process that imports mmrl imports this module, and hardly any uses it
+    import json  # imported here, as in the functions below, since every process imports this module and few call it
     from pathlib import Path
 
     return json.loads(Path(__file__).with_suffix(".json").read_text())

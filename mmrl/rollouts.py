@@ -246,7 +246,7 @@ class Rollouts(Record):
     # first minibatch, unless `Needs.statistics` requires them.
     old_logp: Tensor | None = column(0)
     old_entropy: Tensor | None = column(0)  # [rollout, decision] float32, under the same policy
-    old_square_sum: Tensor | None = column(0)  # [rollout, decision] float32, likewise, sum of squared probabilities
+    old_square_sum: Tensor | None = column(0)  # [rollout, decision] float32, sum of its squared probabilities
     old_prediction: Tensor | None = column(0)  # [rollout, decision, ...] float32, its `Replay.prediction`
     behaviour_logp: Tensor | None = column(0)  # [rollout, decision] float32, as computed by the engine that sampled it
     ref_logp: Tensor | None = column(0)  # [rollout, decision] float32, under the reference policy
@@ -259,7 +259,7 @@ class Rollouts(Record):
 
     @property
     def recorded(self) -> Tensor:
-        """Returns which rollouts are recorded steps of episodes, whose prompts hold what was earned from there on (an
+        """Returns which rollouts are recorded steps of episodes, whose prompts hold the rest of the episode (an
         `mmrl.protocols.trajectory.EpisodeTail`), [rollout] bool."""
         return torch.tensor(["tail" in sample.prompt.metadata for sample in self.samples], dtype=torch.bool)
 
@@ -601,4 +601,5 @@ def _concat_column(column: Field[Any], values: list[Any]) -> Any:
 def pad_to_longest(values: Sequence[Tensor], pad: float) -> list[Tensor]:
     """Returns tensors [row, n, ...] padded with `pad` to the largest n."""
     width = max(value.shape[1] for value in values)
+    # F.pad takes (before, after) of each dimension, the last one first
     return [F.pad(v, (*[0] * (2 * (v.dim() - 2)), 0, width - v.shape[1]), value=pad) for v in values]

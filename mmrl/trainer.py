@@ -35,6 +35,8 @@ from mmrl.training.throughput import Workload
 
 
 class Trainer:
+    """Trains a policy on a task (`train`), and holds the state that a checkpoint saves and restores."""
+
     def __init__(
         self,
         config: Config,
@@ -64,7 +66,7 @@ class Trainer:
         self.guards = Guards(config.guards)
         self.unscored_monitor = UnscoredMonitor(config.rollout.unscored_limit)
         self.zero_gradient_monitor = ZeroGradientMonitor(config.rollout.max_idle_steps)
-        self.best: float | None = None
+        self.best: float | None = None  # score of the weights in best/
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
         self.saver = checkpoints.Saver(run.folder / "checkpoints", config.checkpoint, engine, run.line)
         self.interruption = Interruption()  # SIGTERM or Ctrl-C, on this rank
@@ -74,6 +76,7 @@ class Trainer:
         self.line_interval = Interval(config.log.lines_every, at_once=True)  # between printed step lines
 
     def train(self) -> None:
+        """Trains from the current step to the last one, or until a stop is requested; see `loop`."""
         with self.interruption, self.saver, display.work("training", self.config.steps, self.step, lines=False) as work:
             self.progress = work
             try:
@@ -94,6 +97,7 @@ class Trainer:
             with metrics.phase("rollout"), applied(self.sampling_policy):
                 rollouts = self.collector.next(self.step, metrics)
             with metrics.phase("update"):
+                # seeded by run and step, so that a resumed run has the same minibatches
                 shuffle = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
                 minibatches, batch = self.preparation.minibatches(rollouts, self.step, shuffle, metrics)
                 for minibatch in self.preparation.epochs(minibatches, shuffle):
@@ -238,9 +242,11 @@ class Trainer:
     # --- actions of guards (`monitors.guards`) ---
 
     def line(self, text: str) -> None:
+        """Prints a line above the progress bar, on rank 0."""
         self.run.line(text)
 
     def scale_lr(self, factor: float) -> None:
+        """Multiplies the learning rate of all later updates by `factor`."""
         self.engine.lr_factor *= factor
 
     def go_back(self) -> str:
@@ -304,6 +310,7 @@ class Trainer:
             )
 
     def save(self) -> None:
+        """Saves a checkpoint. `state` is the same on all ranks; each rank has a `rank_state` of its own."""
         shared, pending = self.collector.state()
         state = {
             "best": self.best,
@@ -326,6 +333,7 @@ class Trainer:
         self.saver.save(self.step, state, rank_state)
 
     def _reward_states(self) -> dict[str, Any]:
+        """Returns the states of rewards that have one, by name."""
         return self.task.rewards.state() if isinstance(self.task, RewardingTask) else {}
 
     def save_weights(self, name: str) -> None:
@@ -374,5 +382,5 @@ class Trainer:
 
 
 def due(step: int, every: int, last: int | None = None) -> bool:
-    """Returns whether something is due after `step` that is done every `every` steps (0: never) and after `last`."""
+    """Returns whether an action is due after `step` that is done every `every` steps (0: never) and after `last`."""
     return step == last or (every > 0 and step % every == 0)

@@ -31,11 +31,11 @@ COLORS = ("red", "green", "blue", "purple", "yellow", "grey")
 THINGS = ("ball", "box", "key", "door")
 UNSEEN = frozenset({("red", "ball"), ("blue", "box"), ("yellow", "key"), ("green", "ball"), ("purple", "door")})
 SUFFIX = "/unseen"
-MAX_TRIES = 1000  # worlds that are generated until one has an instruction of the task
+MAX_TRIES = 1000  # worlds that are generated at most to find one with an instruction of the task
 VIEW = 7  # squares along each side of the agent's view
 EMPTY = (OBJECT_TO_IDX["empty"], 0, 0)
 WALL = (OBJECT_TO_IDX["wall"], COLOR_TO_IDX["grey"], 0)
-STRIDE = 1 << 40  # between the seeds of these worlds, so that episodes of neighbouring seeds have other worlds
+STRIDE = 1 << 40  # between the seeds of these worlds: so large that episodes with neighbouring seeds share no world
 
 
 def is_unseen(instruction: str) -> bool:
@@ -123,7 +123,7 @@ class BabyAI:
     levels: names without "BabyAI-" and "-v0"; each level has the tasks NAME and NAME/unseen, see `Levels`. tile: pixels
     along a side of a square; 0: images have one pixel for each square, with minigrid's codes of object, color and state
     in place of red, green and blue. max_steps: of an episode. around: 0: the image shows the 7 x 7 squares in front of
-    the agent, as far as it can see them; an odd number: so many squares along each side, with the agent in the middle
+    the agent, as far as it can see them; an odd number: that many squares along each side, with the agent in the middle
     and nothing hidden.
     """
 
@@ -174,6 +174,7 @@ class BabyAI:
 
 
 def _bot(env: gymnasium.Env) -> Callable[[Any], Any]:
+    """Returns BabyAI's scripted expert: a function that takes the last action and returns the next one."""
     return BabyAIBot(env.unwrapped).replan
 
 
@@ -181,8 +182,8 @@ def view_around(world: MiniGridEnv, codes: NDArray[np.uint8], side: int) -> NDAr
     """Returns minigrid's codes of the side x side squares around the agent, [x, y, (object, color, state)], turned so
     that the agent faces up.
 
-    codes: those of the full grid, likewise. Nothing is hidden; squares outside of the grid are walls. The agent's
-    square shows the object that it carries, as in minigrid's own view.
+    codes: the codes of the whole grid, indexed in the same way. Nothing is hidden; squares outside of the grid are
+    walls. The agent's square shows the object that it carries, as in minigrid's own view.
     """
     half = side // 2
     x, y = world.agent_pos

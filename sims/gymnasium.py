@@ -28,8 +28,8 @@ class GymnasiumSimulator:
         name of an image in the observation. A nested image has a dotted name (pixels.top); a list of names is for
         several cameras; None: there is no image.
     state: names of states in the observation, likewise; None: the full observation if it is a Box, else nothing.
-    instruction: the instruction; a dict has an instruction for each of several tasks, and the task's name is passed to
-        the environments as options={"task": name}.
+    instruction: one text for all episodes; a dict has an instruction for each of several tasks, and the task's name is
+        passed to the environments as options={"task": name}.
     mission: the key of the instruction in a Dict observation, for environments whose instruction differs by episode.
     expert: a function that makes an expert of one environment: a callable that takes the last executed action (None at
         the start of an episode) and returns the next one. It needs a `SyncVectorEnv`.

@@ -15,7 +15,7 @@ from mmrl.sims.vector.rows import EnvironmentRows
 from mmrl.sims.vector.simulator import Transition, nearest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that there is no display
+    warnings.simplefilter("ignore")  # it warns that there is no display
     from ogbench.manipspace.envs.scene_env import SceneEnv
     from ogbench.manipspace.oracles.markov.button_markov import ButtonMarkovOracle
     from ogbench.manipspace.oracles.markov.cube_markov import CubeMarkovOracle
@@ -30,14 +30,15 @@ EXPERTS: dict[str, Any] = {
 }
 ACTION_DIM, SCENE_DIM, ROBOT_DIM, GOAL_DIM = 5, 40, 19, 3
 CENTRE, METRES = np.array([0.425, 0.0, 0.0]), 10.0  # origin and scale (per metre) of positions in OGBench's observation
-TRIES = 1000  # worlds that are generated until one has the task
+TRIES = 1000  # worlds that are generated at most to find one with the task
 STRIDE = 1 << 20  # between the seeds of these worlds
-MAX_GEOMS = 400
+MAX_GEOMS = 400  # geometries that the renderer has room for
 LEAST = 0.4  # minimum length of an expert's move, as a fraction of the maximum; shorter ones are hard to learn from
 
 
 class OGBench:
-    """The simulator. Tasks: press a button, open or close the drawer or the window, move the cube to the mark.
+    """OGBench's scene as a simulator. Tasks: press a button, open or close the drawer or the window, or move the cube
+    to the mark.
 
     An action is [5], -1 to 1: the hand's displacement along x, y and z, its rotation, and the fingers (above 0 closes).
     The seed determines positions and the goal. Worlds whose drawer or window is locked are skipped if the task moves
@@ -119,6 +120,7 @@ class OGBench:
         self._rows, self._renderer = EnvironmentRows(self.count), None
 
     def _play(self, playing: OGBenchRow, actions: NDArray, out: Transition, i: int) -> None:
+        """Executes actions [chunk, 5] until the episode ends, and writes row i of `out`."""
         before = playing.path_length
         for c, action in enumerate(actions):
             success = playing.act(action)
@@ -207,11 +209,11 @@ class OGBenchRow:
         hand = info["proprio/effector_pos"]
         if task == "button":
             return distance(hand, info["privileged/target_button_top_pos"])
-        thing, goal = "block_0_pos", "target_block_pos"
+        object_key, goal_key = "block_0_pos", "target_block_pos"
         if task != "cube":
-            thing, goal = f"{task}_handle_pos", f"target_{task}_handle_pos"
-        thing, goal = info[f"privileged/{thing}"], info[f"privileged/{goal}"]
-        return distance(hand, thing) + distance(thing, goal)
+            object_key, goal_key = f"{task}_handle_pos", f"target_{task}_handle_pos"
+        position, goal = info[f"privileged/{object_key}"], info[f"privileged/{goal_key}"]
+        return distance(hand, position) + distance(position, goal)
 
     def _locked(self, task: str) -> bool:
         """Returns whether the task's drawer or window is locked until a button is pressed."""

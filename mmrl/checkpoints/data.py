@@ -1,7 +1,7 @@
 """Notices data files that changed since a run began: they are recorded in RUN/data.json.
 
 A file is known by its size and its time of change, and where these differ by a checksum of its contents; a folder by
-the names and sizes of its files. Images that rows name are not part of it.
+the names and sizes of its files. Images that rows name are not checked.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def _folder_fingerprint(path: Path) -> Fingerprint:
+    """Returns the fingerprint of a folder, from at most MAX_FILES files; their contents are not read."""
     sizes: dict[str, int] = {}
     for parent, _, names in sorted(os.walk(path)):
         files = [Path(parent) / name for name in names]

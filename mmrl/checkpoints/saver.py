@@ -49,6 +49,7 @@ class Saver:
             self.say(f"saved {pending.target}")
 
     def _in_background(self) -> bool:
+        """Returns whether to write in the background: as the settings say, or if memory for two copies is free."""
         wanted = self.settings.background
         if wanted != "auto":
             return wanted

@@ -12,8 +12,8 @@ class Checkpoint(Section):
 
     every: int = option(
         50,
-        "steps between two checkpoints; 0: none but on a signal. 50 keeps small what a kill costs, and the time for "
-        "writing",
+        "steps between two checkpoints; 0: none but on a signal. 50 balances the steps that a kill costs against "
+        "the time for writing",
         unit="steps",
         ge=0,
     )
@@ -37,11 +37,11 @@ class Checkpoint(Section):
     may_change: list[str] = option(
         [],
         "keys of numbers that may differ from those of the checkpoint when a run resumes, such as "
-        "algorithm.surrogate.high or algorithm.terms; what stands in a list is named by the list. The run uses "
-        "the new ones and says so",
+        "algorithm.surrogate.high or algorithm.terms; an item of a list is named by the list. The run continues with "
+        "the new values and prints them",
     )
     changed_data: Literal["refuse", "accept"] = option(
         "refuse",
-        "what becomes of a run that resumes where a file of task.data or task.demonstrations is not what it was when "
-        "the run began; accept: it continues, and its rows are those of the current file",
+        "what to do if a run resumes and a file of task.data or task.demonstrations has changed since it began; "
+        "accept: it continues, with the rows of the current file",
     )

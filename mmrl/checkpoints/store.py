@@ -226,7 +226,7 @@ def load(path: Path, engine: Engine) -> dict[str, Any]:
         rank = torch.load(path / f"rank-{engine.rank % ranks}.pt")
         torch.set_rng_state(rank["random"])
         if (before, ranks) == (engine.zero_stage, engine.world):
-            return {"rewards": {}} | rank["own"]  # older checkpoints know no states of rewards
+            return {"rewards": {}} | rank["own"]  # older checkpoints have no states of rewards
         rank_states = [torch.load(path / f"rank-{r}.pt", mmap=True)["own"] for r in range(ranks)]
     averages = {name: [state["averages"][name] for state in rank_states] for name in rank["own"]["averages"]}
     return {
@@ -238,8 +238,8 @@ def load(path: Path, engine: Engine) -> dict[str, Any]:
 
 
 def shared_rewards(states: list[dict[str, Any]], engine: Engine, path: Path) -> dict[str, Any]:
-    """Returns this rank's states of rewards from those of all ranks of a checkpoint. Raises UserError where there are
-    some, and another number of ranks."""
+    """Returns this rank's states of rewards from those of all ranks of a checkpoint. Raises UserError if there are
+    states and the number of ranks has changed."""
     if any(states) and len(states) != engine.world:
         name = next(name for state in states for name in state)
         raise UserError(
@@ -250,8 +250,8 @@ def shared_rewards(states: list[dict[str, Any]], engine: Engine, path: Path) -> 
 
 
 def redealt(pending: list[dict[str, Any]], engine: Engine, path: Path) -> dict[str, Any]:
-    """Returns this rank's share of the unfinished rollouts of all ranks of a checkpoint (`Collector.state`), of which
-    there may be another number. Raises UserError where a source of `rollout.extras` has a state by rank."""
+    """Returns this rank's share of the unfinished rollouts of all ranks of a checkpoint (`Collector.state`); the number
+    of ranks may have changed. Raises UserError if it has and a source of `rollout.extras` has a state by rank."""
     for i, by_rank in enumerate(zip(*(state["extras"] for state in pending), strict=True)):
         if any(by_rank) and len(pending) != engine.world:
             raise UserError(
@@ -268,7 +268,7 @@ def dealt(pools: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
     columns: dict[str, list[Any]] = {name: [] for name in pools[0]}
     for pool in pools:
         for name, column in pool.items():
-            size = len(column) // max(1, len(pool["positions"]))  # drafts of a group, or one number
+            size = len(column) // max(1, len(pool["positions"]))  # entries of a group: its drafts, or one number
             columns[name] += [column[i : i + size] for i in range(0, len(column), max(1, size))]
     oldest = sorted(range(len(columns.get("positions", []))), key=lambda i: columns["positions"][i])
     return {name: [value for i in oldest[rank::world] for value in groups[i]] for name, groups in columns.items()}
@@ -281,13 +281,13 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """Raises UserError for the first key that differs between two configurations and must not change within a run.
-    saved: that of the checkpoint `path`. now: that of the current run."""
-    named = set((now.get("checkpoint") or {}).get("may_change") or ())
+    saved: of the checkpoint `path`. now: of the current run."""
+    permitted = set((now.get("checkpoint") or {}).get("may_change") or ())
     for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
         fixed = resume_obstacle(key, before, after)
-        if fixed is None and key in named:
+        if fixed is None and key in permitted:
             continue
-        hint = "" if fixed is None or key not in named else f" (checkpoint.may_change: {fixed})"
+        hint = "" if fixed is None or key not in permitted else f" (checkpoint.may_change: {fixed})"
         instead = ", name it in checkpoint.may_change," if fixed is None else ""
         raise UserError(
             f"resume with a changed configuration: {key} is {after!r} but {path} was trained with {before!r}; set the "

@@ -54,7 +54,7 @@ class Writing:
             return
         try:
             torch.save(state, path)
-            files.sync(path)  # by who wrote it, for training waits while the folder gets its name
+            files.sync(path)  # in this thread: training waits while the folder is renamed
             self.records |= files.records(self.folder, [path])
         except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
             self.problem = one_line(error)
@@ -62,7 +62,8 @@ class Writing:
 
 def copied(state: Any, storages: dict[int, UntypedStorage]) -> Any:
     """Returns a copy of `state` on the CPU that shares no memory with it. Tensors that share a storage with one another
-    share one in the copy too, so that its file is not larger. storages: those copied so far, by address."""
+    share one in the copy too, so that its file is not larger. storages: the copies made so far, by the address of the
+    original."""
     if isinstance(state, Tensor):
         storage = state.untyped_storage()
         if storage._cdata not in storages:

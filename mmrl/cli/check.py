@@ -57,7 +57,8 @@ class JobCheck:
         return self.report
 
     def _check_parts(self, config: Config) -> None:
-        """Builds task, prompts and policy one after the other, and checks as far as they could be built."""
+        """Builds task, prompts and policy, one after another, and checks each. What cannot be built becomes an alarm,
+        and checks that need it are left out."""
         task: Task | None = None
         with self.report.catch_errors("data"):
             task = build_task(config)

@@ -20,8 +20,9 @@ from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.settings import recipes
 
+# The number of tasks in each suite.
 LIBERO_SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
-HORIZON = 512  # actions in an episode, in both systems
+HORIZON = 512  # the most actions in an episode, in SimpleVLA-RL and in cosmos-rl
 INFRASTRUCTURE = "how memory and processes are shared out; see engine and configs/scaling.md"
 
 
@@ -62,6 +63,7 @@ class Converted:
         return "\n".join(lines) + "\n" + yaml.safe_dump(self.tree, sort_keys=False, default_flow_style=None)
 
 
+# The key of mmrl that gets the value, or a function (value, converted, source) that writes into `converted`.
 Rule = str | Callable[[Any, Converted, Settings], None]
 
 
@@ -172,7 +174,7 @@ def script_settings(text: str) -> Settings:
     return {key: number(value) for key, value in source.items()}
 
 
-# --- rules of both ---
+# --- rules for SimpleVLA-RL and cosmos-rl ---
 
 ROBOT_SETTINGS: dict[str, Any] = {
     "model.type": "vision_language_action",
@@ -286,7 +288,7 @@ SIMPLEVLA: dict[str, Rule] = {
     "actor_rollout_ref.model.path": set_weights,
     "actor_rollout_ref.model.vla": set_policy_type,
     "actor_rollout_ref.model.action_chunks_len": "action.chunk",
-    "actor_rollout_ref.model.action_token_len": ignore,  # the simulator's
+    "actor_rollout_ref.model.action_token_len": ignore,  # mmrl takes the size of an action from the simulator
     A + "optim.lr": "optim.lr",
     A + "ppo_mini_batch_size": set_minibatches,
     A + "traj_mini_batch_size": "engine.micro_batch",
@@ -302,7 +304,7 @@ SIMPLEVLA: dict[str, Rule] = {
     R + "center_crop": set_crop,
     R + "task_suite_name": ignore,
     R + "pretrained_checkpoint": ignore,
-    R + "num_steps_wait": ignore,  # the simulator waits so long too
+    R + "num_steps_wait": ignore,  # mmrl's simulator waits as many steps
     "algorithm.adv_estimator": set_estimator,
     "algorithm.kl_ctrl.kl_coef": term_rule("kl"),
     "trainer.test_freq": "evaluation.every",

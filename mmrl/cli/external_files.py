@@ -67,7 +67,7 @@ def tree_settings(text: str, path: Path) -> Settings:
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Settings:
     """Flattens nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. Lists and empty mappings are values.
 
-    prefix: what every key begins with.
+    prefix: the text that every key begins with, such as "a.".
     """
     flattened: Settings = {}
     for name, value in tree.items():
@@ -100,7 +100,8 @@ def number(value: Any) -> Any:
 
 
 def shell_settings(text: str, folder: Path) -> Settings:
-    """Returns the arguments of the command in a shell script that has most: KEY=VALUE, --key VALUE ... and --key=VALUE.
+    """Returns the arguments of a shell script by name: those of its command with the most arguments, which may be
+    written as KEY=VALUE, --key VALUE ... or --key=VALUE.
 
     Variables that the script sets are filled in; others stay as $NAME. The arguments override the settings in the file
     that an argument config=FILE names, if it exists. folder: where the script lies.
@@ -125,7 +126,8 @@ def _base_file(name: str, folder: Path) -> Path | None:
 
 
 def _fill_variables(text: str, variables: Mapping[str, str]) -> str:
-    """Replaces $NAME, ${NAME} and ${NAME:-default} by the variable's value, or else the default, or else nothing."""
+    """Replaces $NAME, ${NAME} and ${NAME:-default} by the variable's value, else by the default; without either the
+    text stays."""
     return _VARIABLE.sub(lambda match: variables.get(match[1], match[2] or match[0]), text)
 
 
@@ -162,7 +164,8 @@ def _arguments(line: str) -> Settings:
 
 
 def _append(previous: Any, value: Any) -> Any:
-    """Returns the value of a flag after one more word. previous: True without any word, else a value or a list."""
+    """Returns the value of a flag after one more word. previous: True if no word followed the flag
+    yet, else one value or a list."""
     if previous is True:
         return value
     return [*(previous if isinstance(previous, list) else [previous]), value]

@@ -13,8 +13,10 @@ from mmrl.cli.convert import Converted, Settings, set_weights
 from mmrl.cli.external_rules import Rule, get_setting
 from mmrl.errors import UserError
 
+# The names in mmrl of the values of sde_type in flow_grpo.
 TRANSITIONS = {"sde": "flow_sde", "cps": "cps", "dance": "dance_sde"}
-REWARDS = {  # of TRL, ms-swift and flow_grpo, by their names
+# The names in mmrl of rewards of TRL, ms-swift and flow_grpo.
+REWARDS = {
     "accuracy_reward": "math",
     "accuracy": "math",
     "think_format_reward": "think_answer",
@@ -60,6 +62,7 @@ def set_lora(value: Any, converted: Converted, source: Settings) -> None:
     if value in (False, None, 0, "full"):
         return
     is_diffusion = "pretrained.model" in source
+    # the default rank is 32 in flow_grpo, 16 in TRL (use_peft: true) and 8 in ms-swift
     rank = get_setting(source, "lora_r", "lora_rank", default=32 if is_diffusion else 16 if value is True else 8)
     targets = get_setting(source, "lora_target_modules", "target_modules", default=None)
     converted.settings["model.lora"] = {
@@ -228,10 +231,10 @@ def _function(name: str) -> dict[str, Any]:
 
 
 def reward_function_rule(signature: str, function_key: str, default_name: str) -> Rule:
-    """Returns a rule that makes a function in a file, the value, the only reward (verl and EasyR1).
+    """Returns a rule whose value is a file with a function that becomes the only reward (verl and EasyR1).
 
     signature: arguments that the function takes, as `task.rewards` names them. function_key: the key of the other
-    library with the function's name. default_name: its name where neither key says it.
+    library with the function's name. default_name: the function's name if neither that key nor the value gives it.
     """
 
     def set_reward(value: Any, converted: Converted, source: Settings) -> None:

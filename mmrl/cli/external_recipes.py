@@ -1,8 +1,8 @@
 """Converts configurations of verl, EasyR1, TRL, ms-swift, flow_grpo and RLinf into mmrl's, key by key.
 
 `mmrl/settings/external_keys.json` maps each of their keys to [library, key of mmrl, rule]. The rule is the name of a
-function in RULES, for keys whose value changes too. The table may also hold a key without its first parts: the longest
-ending that it has is used, and an entry SYSTEM:KEY wins over KEY. Messages about unknown keys read the same table.
+function in RULES, for keys whose value must be converted too. A key a.b.c is looked up as a.b.c, b.c and c, in this
+order; an entry LIBRARY:KEY takes precedence over KEY. Messages about unknown keys read the same table.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from mmrl.cli.external_files import read_settings
 from mmrl.cli.external_rules import Rule
 from mmrl.errors import UserError
 
-_PLAIN = re.compile(r"^[a-z_]+(\.[a-z_]+)*$")
+_KEY_PATTERN = re.compile(r"^[a-z_]+(\.[a-z_]+)*$")
 
 
 @dataclass(frozen=True)
 class Library:
     """Another library whose configurations can be converted.
 
-    signature_keys: a file with one of these keys is the library's; with a dot at the end, any key that begins so.
+    signature_keys: a file with one of these keys is the library's; a name that ends with a dot stands for every key
+    that begins with it.
     defaults: its default values that differ from mmrl's, by key. fixed: settings of mmrl that every converted file
     gets. skipped_prefixes: beginnings of keys that have no counterpart in mmrl, with the reason.
     """
@@ -50,13 +51,13 @@ class Library:
 
 
 EVALUATION = "evaluation is greedy; evaluation.temperature"
-ROBOT_PARTS = {
+ROBOT_SKIPPED = {
     "cluster.": INFRASTRUCTURE,
     "hydra.": "",
     "env.eval.": "task.eval_size and evaluation.prompts",
     "critic.": "",
 }
-QUESTIONS: dict[str, Any] = {"task.type": "visual_qa", "engine.zero_stage": 2}
+QUESTION_SETTINGS: dict[str, Any] = {"task.type": "visual_qa", "engine.zero_stage": 2}
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 LIBRARIES = (
     Library(
@@ -72,7 +73,7 @@ LIBRARIES = (
             f"{R}n": 1,
             "algorithm.norm_adv_by_std_in_grpo": True,
         },
-        QUESTIONS,
+        QUESTION_SETTINGS,
         {
             "actor_rollout_ref.ref.": INFRASTRUCTURE,
             "critic.": "the critic of algorithm.type=ppo is a head of the policy",
@@ -91,14 +92,14 @@ LIBRARIES = (
             "worker.rollout.n": 1,
             "worker.rollout.name": "vllm",
         },
-        QUESTIONS,
+        QUESTION_SETTINGS,
         {
             "worker.ref.": INFRASTRUCTURE,
             "worker.critic.": "the critic of algorithm.type=ppo is a head of the policy",
             "worker.rollout.val_override_config.": EVALUATION,
         },
     ),
-    Library("RLinf", ("runner.", "actor.model.num_action_chunks"), {}, ROBOT_SETTINGS, ROBOT_PARTS),
+    Library("RLinf", ("runner.", "actor.model.num_action_chunks"), {}, ROBOT_SETTINGS, ROBOT_SKIPPED),
     Library(
         "flow_grpo",
         ("pretrained.", "sample."),
@@ -115,7 +116,7 @@ LIBRARIES = (
         "ms-swift",
         ("rlhf_type", "train_type", "tuner_type", "swift_version"),
         {"num_generations": 8, "beta": 0.04, "epsilon": 0.2, "loss_type": "grpo", "max_completion_length": 512},
-        QUESTIONS,
+        QUESTION_SETTINGS,
     ),
     Library(
         "TRL",
@@ -129,7 +130,7 @@ LIBRARIES = (
             "per_device_train_batch_size": 8,
             "max_completion_length": 256,
         },
-        QUESTIONS,
+        QUESTION_SETTINGS,
     ),
 )
 
@@ -205,7 +206,7 @@ def _convert_key(
         converted.unmatched[key] = ""
     elif len(entry) > 2:
         RULES[entry[2]](value, converted, settings)
-    elif _PLAIN.match(entry[1]):
+    elif _KEY_PATTERN.match(entry[1]):
         if value is not None:
             converted.settings[entry[1]] = value
     else:

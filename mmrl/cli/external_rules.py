@@ -42,7 +42,8 @@ WHITENED: dict[str, Any] = {"algorithm.scale": "none", "algorithm.shaping": ["wh
 
 
 def get_setting(source: Settings, *names: str, default: Any = None) -> Any:
-    """Returns the value of the first of `names` that is set, as a whole key or after the last dot of one."""
+    """Returns the value of the first of `names` that is set, or else `default`. A name stands for the key `name` and
+    for every key that ends with `.name`."""
     for name in names:
         for key, value in source.items():
             if key == name or key.endswith(f".{name}"):
@@ -273,6 +274,7 @@ def set_dynamic_sampling(value: Any, converted: Converted, source: Settings) -> 
     if value:
         low = get_setting(source, "filter_low", "rewards_lower_bound", default=0.0)
         high = get_setting(source, "filter_high", "rewards_upper_bound", default=1.0)
+        # RLinf bounds the reward after it is multiplied by reward_coef, mmrl bounds the reward itself
         scale = float(get_setting(source, "reward_coef", default=1.0))
         converted.settings["rollout.dynamic_sampling"] = {"low": float(low) / scale, "high": float(high) / scale}
 
@@ -287,8 +289,8 @@ def truncation_rule(key: str) -> Rule:
     top_k."""
 
     def set_truncation(value: Any, converted: Converted, source: Settings) -> None:
-        off = value is None or (float(value) >= 1 if key == "top_p" else int(value) <= 0)
-        if not off:
+        is_off = value is None or (float(value) >= 1 if key == "top_p" else int(value) <= 0)
+        if not is_off:
             converted.settings |= {f"rollout.{key}": value, "rollout.allow_truncated_sampling": True}
 
     return set_truncation

@@ -43,8 +43,8 @@ T = TypeVar("T")
 def with_current_names(text: str) -> str:
     """Returns the text of a configuration with old names of types and keys replaced by the current ones.
 
-    Raises yaml.YAMLError if it is not YAML, and UserError if an old type is several choices now and its key holds only
-    one.
+    Raises yaml.YAMLError if it is not YAML, and UserError if an old type was replaced by several choices and its key
+    takes only one.
     """
     root = yaml.compose(text)
     if root is None:
@@ -65,7 +65,7 @@ class Rewriter:
     def edits(self, node: Node, value: Any, key: str | None) -> Iterator[Edit]:
         """Yields the edits of a YAML node and of all nodes below it.
 
-        value: the node's value, as configurations are read. key: the key whose value is the node, or a list with it.
+        value: the node's value as OmegaConf reads it. key: the key whose value is the node, or a list with it.
         """
         if isinstance(node, SequenceNode):
             for item, child in zip(node.value, value, strict=True):
@@ -74,7 +74,7 @@ class Rewriter:
         elif not (current := _current_trees(value, key)):
             values = {str(name): child for name, child in value.items()} if isinstance(value, dict) else {}
             for name, child in node.value if values else ():
-                if name.value in values:  # the merge key << is not
+                if name.value in values:  # the merge key << is not in it
                     yield from _rename_key(name)
                     child_key = key if name.value.isdigit() else name.value  # a number is the index of a list item
                     yield from self.edits(child, _require_single(values[name.value], child_key), child_key)
@@ -105,12 +105,12 @@ class Rewriter:
         for keeps, run in groupby(enumerate(node.value), lambda pair: pair[1][0].value in (*current, "<<")):
             if keeps:
                 continue
-            numbers = [i for i, _ in run]
-            (first, _), (_, last) = node.value[numbers[0]], node.value[numbers[-1]]
-            if numbers[-1] + 1 < len(node.value):
-                yield first.start_mark.index, node.value[numbers[-1] + 1][0].start_mark.index, ""
+            positions = [i for i, _ in run]
+            (first, _), (_, last) = node.value[positions[0]], node.value[positions[-1]]
+            if positions[-1] + 1 < len(node.value):
+                yield first.start_mark.index, node.value[positions[-1] + 1][0].start_mark.index, ""
             elif node.flow_style:
-                yield _end(node.value[numbers[0] - 1][1]), _end(last), ""
+                yield _end(node.value[positions[0] - 1][1]), _end(last), ""
             else:
                 yield self._text.rfind("\n", 0, first.start_mark.index), _end(last), ""
 

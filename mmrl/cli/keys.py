@@ -1,6 +1,7 @@
 """`mmrl config`: describes every key of a configuration.
 
-Which keys a configuration has depends on its model and its algorithm. A job here is one pair of both.
+Which keys a configuration has depends on its model and its algorithm. Here a job is a pair of a model type and an
+algorithm.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def describe_keys(name: str | None) -> list[str]:
 class Meaning:
     """One of the meanings that a key has in different jobs.
 
-    jobs: those with this meaning, as "model x algorithm". conditions: the further choices that the key needs, joined by
-    "and", one for each way to get it.
+    jobs: in which the key has this meaning, as "model x algorithm". conditions: the sets of further choices under which
+    the key exists, each as one text "path.type=NAME and path.type=NAME".
     """
 
     field: FieldInfo
@@ -107,8 +108,8 @@ def _walk(
 ) -> Iterator[Key]:
     """Yields the keys of a section and of the sections inside it.
 
-    path: where the section stands. conditions: choices that lead to it. fixed: by key, the class of a choice that the
-    job determines; a choice of any other key is walked once for each of its types.
+    path: the keys that lead to the section. conditions: choices that lead to it. fixed: by key, the class of a choice
+    that the job determines; a choice of any other key is walked once for each of its types.
     """
     for name, field in section.model_fields.items():
         key_path = (*path, name)
@@ -166,7 +167,7 @@ def _meaning_lines(path: str, meaning: Meaning) -> list[str]:
 
 
 def _grouped_by_model(jobs: list[str]) -> list[str]:
-    """Joins "model x algorithm" entries of one model: "model" if it is there with every algorithm, else "model x
+    """Joins "model x algorithm" entries of one model: "model" if it is paired with every algorithm, else "model x
     algorithm|algorithm"."""
     algorithms_by_model: dict[str, list[str]] = {}
     for name in jobs:

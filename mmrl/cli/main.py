@@ -273,7 +273,7 @@ def run_model_check(path: str, *, random: bool) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Runs `mmrl check` for a configuration, or for a model alone. Returns 1 if a problem refuses the job."""
+    """Runs `mmrl check` for a configuration, or for a model alone. Returns 1 if training cannot work."""
     if options.model is not None:
         if options.config is not None:
             raise UserError(f"--model checks a model alone; leave out either {options.config} or --model")
@@ -498,6 +498,7 @@ def run_sample(options: argparse.Namespace) -> int:
     config, overrides = config_and_overrides(options)
     job = Job.from_weights(options.model, config, overrides)
     if "action" in type(job.config).model_fields:
+        # a robot policy: keep the images of episodes, for their videos
         job = Job.from_weights(options.model, config, [*overrides, "action.film=true"])
     with job:
         _, samples, accuracies = job.measure(options.count)

@@ -1,7 +1,7 @@
 """`mmrl methods`: describes every method, of mmrl or of a user.
 
 A method here is a class that a configuration names by `type`: an algorithm, a loss term, a baseline, a sampler, ...
-Those that may take the same key inherit from one base class, such as Algorithm or Baseline.
+Classes that the same key may name inherit from one base class, such as Algorithm or Baseline.
 """
 
 from __future__ import annotations

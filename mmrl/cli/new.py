@@ -40,14 +40,14 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
         raise UserError(f"{name!r} is not a class name in CamelCase; write it like MyAlgorithm")
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     variables = {"kind": kind, "name": name, "module": module, "rollout": "", "algorithm": ""}
-    shared = kind
+    template_kind = kind
     if kind in METHOD_SECTIONS:
         section, line = METHOD_SECTIONS[kind]
         line = line.format(**variables)
         variables[section] = f"\n  {line}" if section == "rollout" else f"\nalgorithm:\n  {line}"
-        shared = "method"
-    templates = {f"{module}.py": f"{kind}.py", f"{module}.yaml": f"{shared}.yaml"}
-    templates[f"test_{module}.py"] = "method_test.py" if kind in PARTS_WITH_RECIPE else f"{shared}_test.py"
+        template_kind = "method"
+    templates = {f"{module}.py": f"{kind}.py", f"{module}.yaml": f"{template_kind}.yaml"}
+    templates[f"test_{module}.py"] = "method_test.py" if kind in PARTS_WITH_RECIPE else f"{template_kind}_test.py"
     for file in templates:
         if (folder / file).exists():
             raise UserError(f"{folder / file} exists; choose another name or remove it")

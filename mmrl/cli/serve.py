@@ -20,7 +20,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def serve_model(options: argparse.Namespace, job: Job) -> None:
     """Serves the policy of `job` until Ctrl-C.
 
-    Raises UserError if the model neither answers in text nor acts, or the address cannot be listened at.
+    Raises UserError if the model neither answers in text nor acts, or the server cannot listen at host and port.
     """
     key = read_key(options)
     name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
@@ -30,7 +30,7 @@ def serve_model(options: argparse.Namespace, job: Job) -> None:
     if isinstance(job.policy, VisionLanguagePolicy):
         from mmrl.serving.chat import serve
 
-        job.policy.drafter.conversations = None  # the client, and no environment, gives the other turns
+        job.policy.drafter.conversations = None  # the other turns come from the client, not from an environment
         limit = job.policy.tokens.max_response_length
         serve(job.policy, name, limit, host=options.host, port=options.port, key=key)
     elif isinstance(job.policy, VisionLanguageActionPolicy):

@@ -1,1 +1,1 @@
-"""`mmrl doctor`: checks installed packages, with --gpu also that everything works here, and names mends."""
+"""`mmrl doctor`: checks installed packages, with --gpu also that all works here, and prints how to fix problems."""

@@ -141,6 +141,7 @@ def check_vllm_colocated(folder: Path) -> list[CheckResult]:
 
 
 def check_vllm_server(folder: Path) -> list[CheckResult]:
+    """Checks training with a vLLM server, on a GPU of its own if there is one."""
     return train_with_vllm(folder, "vllm_server", ["a server of vLLM has a GPU of its own"])
 
 
@@ -299,7 +300,7 @@ def judge_metrics(
     gap = max(step.get("surrogate/ratio_gap_max", 0.0) for step in steps)
     parts = [f"{STEPS} steps in {seconds:.0f} s"]
     parts += [f"{key} {last[key]:.3g}" for key in ("memory/gpu_gib", "memory/host_gib", *metrics) if key in last]
-    if not all(step["grad_norm"] == step["grad_norm"] for step in steps):
+    if any(step["grad_norm"] != step["grad_norm"] for step in steps):  # NaN
         return CheckResult(name, "fails", f"a gradient is not finite ({', '.join(parts)})", "set model.dtype=float32")
     if gap > 0:
         parts.append(f"the importance ratio differs from 1 by {gap:.1e} before an update")

@@ -113,7 +113,7 @@ def check_import(module: str) -> InstalledCheck | None:
     return None
 
 
-# --- what computes and renders ---
+# --- device, kernels and renderers ---
 
 
 def check_device() -> InstalledCheck:

@@ -103,6 +103,7 @@ class Peaks:
 
     def compute(self, config: Config, memory: MemoryModel, *, trains: bool) -> float:
         """Returns the peak of activations in bytes, while the network trains or while it samples."""
+        # the key of the cache holds only settings that change the peak
         relevant = plain(config)
         engine = relevant.pop("engine")
         relevant.pop("optim")
@@ -210,6 +211,7 @@ def simulator_bytes(config: Config) -> float:
     options = task.get("options") or {}
     if "simulator" not in task:
         return 0.0
+    # 224 x 224 pixels if the simulator has no option for the size of its images
     images = 224**2 if not options.get("image_size") else options["image_size"] ** 2
     cameras = task["rows"] * images * (4 + 4 + 4)  # color, depth and segmentation, 4 bytes each
     if options.get("sim_backend") == "physx_cuda":

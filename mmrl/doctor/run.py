@@ -1,4 +1,4 @@
-"""Runs the checks of `mmrl doctor --gpu` one after the other, each in a process of its own, and writes a report.
+"""Runs the checks of `mmrl doctor --gpu` one after another, each in a process of its own, and writes a report.
 
 Results are kept on disk and reused on the same machine: a second call continues where the first was stopped.
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl import kernels
 
-ROUNDS = 5
+ROUNDS = 5  # repetitions of each measurement
 Function = Callable[[Tensor], Tensor]
 
 

@@ -29,18 +29,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 VERSIONS = 64  # most compiled versions of a block: by kind of block, inputs that are absent, shapes of size 1
 
-_apart: list[Callable[..., Any]] = []  # functions that compiled blocks call as they are
-_recording = True  # whether a pass that autograd records is one for a gradient
+_apart: list[Callable[..., Any]] = []  # functions that compiled blocks call uncompiled
+_recording = True  # False while autograd records a pass that needs no gradient, see `CompiledBlocks.call`
 
 
 def records_gradients() -> bool:
-    """Returns whether the current pass is one for a gradient. Compiled passes are recorded by autograd in either case,
-    see `CompiledBlocks.running`."""
+    """Returns whether the current pass is for a gradient. Autograd records compiled passes in either case, see
+    `CompiledBlocks.call`."""
     return _recording and torch.is_grad_enabled()
 
 
 def apart(function: Function) -> Function:
-    """Decorator: compiled blocks call this function of a module as it is, since what it does depends on values of
+    """Decorator: compiled blocks call this function of a module uncompiled, since what it does depends on values of
     tensors. torch's own decorator would import the compiler at once, which takes seconds."""
     _apart.append(function)
     return function
@@ -61,8 +61,8 @@ def check_compiler(backend: str) -> None:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a network: the members of each `nn.ModuleList` that are modules of several others, all of
-    one class. Of nested lists the outermost counts."""
+    """Returns the blocks of a network: the members of each `nn.ModuleList` in which all have submodules and one
+    class. Of nested lists the outermost counts."""
     if isinstance(module, nn.ModuleList):
         members = list(module)
         if len({type(member) for member in members}) == 1 and all(any(True for _ in m.children()) for m in members):
@@ -71,8 +71,8 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 class CompiledBlocks:
-    """The compiled blocks of a network. Inside `running` they run compiled, elsewhere, as when sampling, as they
-    are."""
+    """The compiled blocks of a network. Inside `running` they run compiled, elsewhere, such as in sampling,
+    uncompiled."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         """Compiles nothing yet: that happens at a block's first pass. Raises UserError for a network without blocks."""
@@ -125,7 +125,7 @@ class CompiledBlocks:
 
 
 class CompiledCall:
-    """Calls a block: compiled where its `CompiledBlocks` are running, else as it is."""
+    """Calls a block: compiled inside `CompiledBlocks.running`, elsewhere uncompiled."""
 
     def __init__(self, block: nn.Module, blocks: CompiledBlocks, backend: Backend) -> None:
         self.blocks, self.plain = blocks, block._call_impl
@@ -133,12 +133,12 @@ class CompiledCall:
         self.compiled = torch.compile(block._call_impl, dynamic=True, backend=backend)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        # A key-value cache is filled layer by layer: compiled code would be of one layer, and made for each anew.
+        # With a key-value cache compiled code would be valid for one layer only, and be compiled again for each.
         if not self.blocks.active or kwargs.get("past_key_values") is not None:
             return self.plain(*args, **kwargs)
         if not is_in_torch_dispatch_mode(include_infra_modes=False):
             return self.compiled(*args, **kwargs)
-        # Operations are being counted, which torch does not do inside compiled code: the block runs once more for it.
+        # Operations are being counted, which torch does not do inside compiled code: so the block runs twice.
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # gradient checkpointing must not see it
             self.plain(*args, **kwargs)
         with _disable_current_modes():
@@ -146,4 +146,5 @@ class CompiledCall:
 
 
 def _same(tensor: Tensor) -> Tensor:
+    """Returns its argument; as a hook it saves tensors unchanged."""
     return tensor

@@ -26,7 +26,7 @@ from mmrl.engine.settings import EngineSettings, Optim, ParameterGroup
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("DS_LOG_LEVEL", "error")
 
-import deepspeed  # noqa: E402  (needs_column DS_ACCELERATOR when imported)
+import deepspeed  # noqa: E402  (reads DS_ACCELERATOR when it is imported)
 from deepspeed.runtime.zero import unwrap_model_for_generation  # noqa: E402
 
 from mmrl.engine import files, reshape  # noqa: E402
@@ -132,6 +132,7 @@ def parameter_groups(
 
 
 def _group_of(parameter: str, optim: Optim) -> str:
+    """Returns the named group of a parameter, by its name; "" if it is in none."""
     return next((name for name in optim.groups if parameter.startswith(f"{name}.")), "")
 
 

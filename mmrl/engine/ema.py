@@ -26,6 +26,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
+        """Moves the average towards the current weights."""
         decay = self._decay(self.updates)
         for average, parameter in zip(self.average, self._parameters, strict=True):
             average.lerp_(local_part(parameter).float(), 1 - decay)

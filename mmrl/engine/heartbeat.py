@@ -127,6 +127,7 @@ class Heartbeat:
                 self._check_meeting(time.monotonic())
 
     def _beat(self) -> None:
+        """Writes the state of this rank to its file."""
         self.state.beats += 1
         self.state.written = time.time()
         path = self._path(self.state.rank)

@@ -89,6 +89,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
+        """Counts the bytes of a storage until it is freed."""
         address, size = storage._cdata, storage.nbytes()
         self._storages.add(address)
         self.current += size
@@ -147,14 +148,15 @@ def peak_activations(module: nn.Module, compute: Callable[[], Any], *, trains: b
         with torch.set_grad_enabled(trains), fused_attention(), LiveBytes() as live:
             outputs = [t for t in tree_leaves(compute()) if isinstance(t, Tensor)]
             if trains:
-                torch.autograd.backward([t for t in outputs if t.requires_grad], _ones(outputs))
+                torch.autograd.backward([t for t in outputs if t.requires_grad], _meta_gradients(outputs))
     finally:
         for hook in hooks:
             hook.remove()
     return live.peak
 
 
-def _ones(outputs: list[Tensor]) -> list[Tensor]:
+def _meta_gradients(outputs: list[Tensor]) -> list[Tensor]:
+    """Returns a gradient for each output that requires one; on the meta device it needs no values."""
     return [torch.empty_like(t) for t in outputs if t.requires_grad]
 
 

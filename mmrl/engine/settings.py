@@ -26,7 +26,8 @@ class ParameterGroup(Section):
 
 
 class Optim(Choice):
-    """The optimizer and its learning rate. One of your own names its class, of torch's kind, and its moments."""
+    """The optimizer and its learning rate. An optimizer of your own names its class, a
+    `torch.optim.Optimizer`, and its moments."""
 
     title: ClassVar[str] = "optimizer"
     kinds: ClassVar[dict[str, str]] = {
@@ -58,8 +59,8 @@ class Optim(Choice):
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
-        """Names, by torch, of the tensors that the optimizer keeps for a parameter, of its shape: memory is counted for
-        them, and a checkpoint is cut anew for other ranks with them."""
+        """Names, in torch's optimizer state, of the tensors that the optimizer keeps for a parameter, with its shape.
+        By them memory is counted, and a checkpoint is divided among another number of ranks."""
 
     @abstractmethod
     def kind(self) -> OptimizerClass:
@@ -67,10 +68,11 @@ class Optim(Choice):
 
     @property
     @abstractmethod
-    def options(self) -> dict[str, Any]: ...
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the class besides `lr`."""
 
     @model_validator(mode="after")
-    def _somebody_learns(self) -> Optim:
+    def _check_hold_steps(self) -> Optim:
         if self.hold_steps and not self.groups:
             raise ValueError(
                 f"hold_steps={self.hold_steps} holds all parameters, so nothing is learned; set optim.groups to those "
@@ -80,7 +82,8 @@ class Optim(Choice):
 
 
 class AdamW(Optim):
-    """The gradient's running mean over the root of that of its square, so that every weight moves by about the rate."""
+    """The running mean of the gradient, divided by the root of the running mean of its square, so that every weight
+    moves by about the learning rate."""
 
     equation: ClassVar[str] = "w <- (1 - lr decay) w - lr m / (sqrt(v) + eps), m and v without the bias of their start"
     source: ClassVar[str] = "Loshchilov and Hutter, arXiv 1711.05101"

@@ -35,6 +35,7 @@ class CheckReport:
 
     @property
     def refused(self) -> bool:
+        """Returns whether training cannot work, since an alarm is "refused"."""
         return any(alarm.severity == "refused" for alarm in self.alarms)
 
     def add(self, alarms: Iterable[Alarm]) -> None:

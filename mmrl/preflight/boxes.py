@@ -77,6 +77,7 @@ def _probe_frames(spec: RewardSpec, prompts: Sequence[Prompt], key: str) -> Iter
 
 
 def _lies_outside(prompt: Prompt, coordinates: Sequence[float]) -> bool:
+    """Returns whether coordinates [x, y, x, y, ...] in pixels exceed the prompt's first image."""
     width, height = prompt.images[0].size
     return max(coordinates[0::2]) > width or max(coordinates[1::2]) > height or min(coordinates) < 0
 

@@ -73,6 +73,7 @@ class ModelCheck:
 
     @property
     def failed(self) -> bool:
+        """Returns whether a trial has failed, or was not run."""
         return any(not trial.passed for trial in self.trials)
 
     def _run_trial(self, name: str, trial: Callable[[], Any]) -> Any:

@@ -64,8 +64,8 @@ Score = Callable[[Sequence[Sample], Tensor], Tensor]  # [sample, component]
 
 
 def reference_images(image: Tensor) -> dict[str, Tensor]:
-    """Returns images, by name, that a reward should give different values. image: [channel, height, width], of which
-    they have the shape."""
+    """Returns images, by name, that a reward should give different values, in the shape of `image` [channel, height,
+    width]."""
     ramp = torch.linspace(0, 1, image.shape[-1]).expand(image.shape).clone()
     noise = torch.rand(image.shape, generator=torch.Generator().manual_seed(0))
     return {"black": torch.zeros_like(image), "white": torch.ones_like(image), "a ramp": ramp, "noise": noise}

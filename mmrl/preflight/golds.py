@@ -111,6 +111,7 @@ def score_golds(
 
 
 def _responses(gold: str) -> list[str]:
+    """Returns the responses that contain a gold, one for each template."""
     return [template.format(gold=gold) for template in RESPONSE_TEMPLATES]
 
 
@@ -191,9 +192,9 @@ def _empty_rewarded(name: str, rows: Sequence[GoldScores], key: str) -> Iterator
 
 
 def _confused(name: str, rows: Sequence[GoldScores], key: str) -> Iterator[Alarm]:
-    """Yields an alarm if golds of other rows score as high as the own ones.
+    """Yields an alarm if golds of other rows score as high as the row's own gold.
 
-    There is none if that holds for all golds in all rows: then the reward judges the format alone.
+    No alarm if that holds for all golds in all rows: then the reward judges the format alone.
     """
     if all(len(row.confused_with) == len(row.other_golds) for row in rows):
         return

@@ -36,7 +36,7 @@ class FailedTrial(Exception):
 
 
 def noise(width: int, height: int) -> Image.Image:
-    """Returns an image of noise, in pixels, with the width as the seed."""
+    """Returns an image of `width` x `height` random pixels; the width is the seed."""
     return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
@@ -111,6 +111,7 @@ def check_end_tokens(processor: Processor, model: Any) -> str:
 
 
 def policy_of(model: Any, processor: Processor) -> VisionLanguagePolicy:
+    """Builds a policy that samples responses of RESPONSE_TOKENS tokens."""
     return VisionLanguagePolicy(
         model,
         processor,

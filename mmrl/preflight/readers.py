@@ -26,7 +26,7 @@ def probe_reading(prompts: Sequence[Prompt], read: ReadPrompt, max_bad_share: fl
             read(prompt)
         except UserError as error:
             rows_by_message.setdefault(one_line(str(error)).replace(prompt.id, "PROMPT"), []).append(prompt.id)
-        except Exception as error:  # of libraries, about a prompt that they do not take
+        except Exception as error:  # libraries raise many types for a prompt that they cannot encode
             rows_by_message.setdefault(one_line(f"PROMPT: {type(error).__name__}: {error}"), []).append(prompt.id)
     tolerated = sum(map(len, rows_by_message.values())) <= max_bad_share * len(prompts)
     for text, rows in rows_by_message.items():
@@ -54,7 +54,7 @@ def probe_placeholders(prompts: Sequence[Prompt], special_tokens: Sequence[str])
             yield Alarm(
                 "template",
                 "refused",
-                f"the text of {abbreviate(rows)} holds {token}, a special token of the model; take it out or write it "
+                f"the text of {abbreviate(rows)} holds {token}, a special token of the model; remove it or write it "
                 "in another way",
             )
 

@@ -16,14 +16,13 @@ from mmrl.rollouts import Prompt
 from mmrl.sims import VectorSim
 from mmrl.sims.vector.simulator import Observation
 
-SEEDS = (11, 12, 13, 14)
-
-
+SEEDS = (11, 12, 13, 14)  # of the episodes that are tried
+# How a warning of `VectorSim` names a row; without number and seed, warnings of several rows are equal.
 ROW = re.compile(r"environment \d+ \(task (\S+), seed \d+\)")
 
 
 class SimulatorWarnings(logging.Handler):
-    """Collects the warnings of a simulator, logged or by `warnings`, and makes one alarm of equal ones."""
+    """Collects the warnings of a simulator, logged or by `warnings`, and makes one alarm of all equal ones."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -107,15 +106,15 @@ def probe_success(sim: VectorSim, task: str, steps: int) -> Iterator[Alarm]:
     """
     rows, rng = len(sim), np.random.default_rng(0)
     sim.reset([SEEDS[i % len(SEEDS)] + i for i in range(rows)], [task] * rows)
-    success, first = np.zeros(rows, bool), np.zeros(rows, bool)
+    success, success_at_once = np.zeros(rows, bool), np.zeros(rows, bool)
     for step_index in range(steps):
         if not sim.running.any():
             break
         step = sim.step(rng.uniform(-1, 1, (rows, 1, sim.simulator.action_dim)).astype(np.float32))
         reached = step.success.reshape(rows, -1).any(1)
-        first |= reached & (step_index == 0)
+        success_at_once |= reached & (step_index == 0)
         success |= reached
-    if first.all():
+    if success_at_once.all():
         yield Alarm(
             "simulator",
             "warned",
@@ -134,8 +133,9 @@ def probe_success(sim: VectorSim, task: str, steps: int) -> Iterator[Alarm]:
 def _equal(observation: Observation, other: Observation) -> bool:
     """Returns whether images and states of two observations are equal; NaN equals NaN."""
     pairs = zip(_arrays(observation), _arrays(other), strict=True)
-    return all(np.array_equal(array, twin, equal_nan=array.dtype.kind == "f") for array, twin in pairs)
+    return all(np.array_equal(one, two, equal_nan=one.dtype.kind == "f") for one, two in pairs)
 
 
 def _arrays(observation: Observation) -> Sequence[Any]:
+    """Returns images and states of an observation."""
     return [np.asarray(observation.images), np.asarray(observation.state)]

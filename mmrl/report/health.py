@@ -1,6 +1,6 @@
 """Health checks of a run by its metrics. A finding says what is wrong and what to try.
 
-The limits are rules of thumb. `mmrl/report/README.md` explains the metrics. "Early" and "late" are the first and the
+The limits are rules of thumb. `mmrl/report/README.md` explains the metrics. "early" and "late" are the first and the
 last quarter of a metric's values.
 """
 
@@ -15,11 +15,8 @@ from mmrl.report.changes import find_change
 from mmrl.report.records import RunRecord, Series
 
 GOOD, WARNING, BAD = "good", "warning", "bad"
-ROUNDING_GAP = {
-    "float32": 1e-4,
-    "bfloat16": 0.05,
-    "float16": 0.01,
-}  # distance of the importance ratio from 1 by rounding
+# By dtype, how far rounding alone can move the importance ratio from 1.
+ROUNDING_GAP = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 MIN_VALUES = 4  # values that a check of a metric over the steps needs
 MIN_PROMPTS = 20  # with fewer held-out prompts a gain cannot be distinguished from chance
 MIN_RELATIVE_CHANGE = 0.05  # a smaller change of a metric's level is ignored
@@ -94,7 +91,7 @@ def signal(run: RunRecord) -> Iterator[HealthFinding]:
         yield judge(
             "Groups without signal",
             share > 0.8,
-            f"{share:.0%} of the groups in the last quarter have equal rewards and teach nothing; the others do.",
+            f"{share:.0%} of the groups in the last quarter have equal rewards and teach nothing; the others teach.",
             f"{share:.0%} of the groups in the last quarter have equal rewards, so they teach nothing.",
             "Try prompts that are neither too easy nor too hard, a larger rollout.group_size, partial credit, or "
             "rollout.dynamic_sampling={}.",
@@ -145,12 +142,14 @@ def ratio_gap(run: RunRecord) -> Iterator[HealthFinding]:
     updates = int(run.key("algorithm.epochs", 1)) * int(run.key("algorithm.minibatches", 1))
     limit, most = ROUNDING_GAP.get(str(run.key("model.dtype", "float32")), 1e-4), max(gap.finite)
     if updates > 1:
-        later = f"The largest gap of the ratio from 1 is {most:.3g}, with {updates} updates a step, of which all but "
+        beginning = (
+            f"The largest gap of the ratio from 1 is {most:.3g}, with {updates} updates a step, of which all but "
+        )
         yield judge(
             "On-policy gap",
             median(gap.late) > 10,
-            f"{later}the first may differ.",
-            f"{later}the first may differ; in the last quarter it is {median(gap.late):.3g} as a rule.",
+            f"{beginning}the first may differ.",
+            f"{beginning}the first may differ; in the last quarter it is {median(gap.late):.3g} as a rule.",
             "Updates go too far: lower optim.lr, or take fewer algorithm.minibatches or algorithm.epochs.",
             gap.name,
         )
@@ -424,12 +423,12 @@ def guards(run: RunRecord) -> Iterator[HealthFinding]:
         )
     accuracy = run.series("evaluation/accuracy")
     if len(accuracy.finite) >= 2 and rising:
-        loss, error = accuracy.finite[0] - accuracy.finite[-1], standard_error(run)
+        drop, error = accuracy.finite[0] - accuracy.finite[-1], standard_error(run)
         yield judge(
             "Held-out accuracy beside the reward",
-            loss > 2 * error,
+            drop > 2 * error,
             f"It does not fall while {', '.join(rising)} rises.",
-            f"It falls by {loss:.3g} while {', '.join(rising)} rises: what is rewarded is not what is wanted.",
+            f"It falls by {drop:.3g} while {', '.join(rising)} rises: what is rewarded is not what is wanted.",
             "Look at answers with a high reward that are wrong, in the galleries, and fix the reward.",
             accuracy.name,
             *rising,
@@ -455,9 +454,9 @@ def gain(run: RunRecord) -> Iterator[HealthFinding]:
     if len(accuracy.finite) < 2:
         return
     change, error = accuracy.finite[-1] - accuracy.finite[0], standard_error(run)
-    prompts, beside = evaluated_prompts(run), sampled_accuracy(run)
+    prompts, training_clause = evaluated_prompts(run), sampled_accuracy(run)
     if prompts < MIN_PROMPTS:
-        difference = f"{change:+.4f} on {prompts} prompts: too few to tell a gain from chance{beside}."
+        difference = f"{change:+.4f} on {prompts} prompts: too few to tell a gain from chance{training_clause}."
         advice = (
             f"Evaluate on more prompts: evaluation.prompts of {MIN_PROMPTS} and more, some hundreds for small gains."
         )
@@ -468,7 +467,7 @@ def gain(run: RunRecord) -> Iterator[HealthFinding]:
         "Held-out accuracy",
         change <= 2 * error,
         f"It changes by {difference}: more than chance would give.",
-        f"It changes by {difference}: that cannot be distinguished from chance{beside}.",
+        f"It changes by {difference}: that cannot be distinguished from chance{training_clause}.",
         "Train longer, or evaluate on more prompts (evaluation.prompts). Believe a gain only after three seeds and a "
         "control with task.rewards=[{name: random}].",
         accuracy.name,

@@ -31,7 +31,7 @@ class RunLock:
         self._file = (folder / LOCK_FILE).open("a+")
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # POSIX allows either
+        except (BlockingIOError, PermissionError):  # POSIX allows either error
             owner = read_owner(self._file)
             self._file.close()
             raise in_use_error(folder, owner) from None

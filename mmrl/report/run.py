@@ -79,7 +79,7 @@ class Run:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(folder)
-        (folder / END).unlink(missing_ok=True)  # of the earlier part of a run that is resumed
+        (folder / END).unlink(missing_ok=True)  # of a resumed run: written when its earlier part ended
         replace(folder / "config.yaml", config_yaml.encode())
         replace(folder / "versions.json", json.dumps(versions(), indent=2).encode())
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
@@ -87,6 +87,7 @@ class Run:
             self._trackers = trackers(log, folder, config_yaml)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes the metrics of a step to metrics.jsonl and to the trackers, and passes them to `on_step`."""
         if self.on_step is not None:
             self.on_step(step, metrics)
         if not self.writes:
@@ -123,6 +124,7 @@ class Run:
             tracker.drop_after(step)
 
     def line(self, text: str) -> None:
+        """Prints a line, on the rank that writes."""
         if self.writes:
             display.line(text)
 
@@ -166,7 +168,7 @@ class Run:
     def close(self) -> None:
         parts: list[Callable[[], None]] = [self._metrics.close, self._lock.release] if self.writes else []
         for close in [*parts, *(tracker.close for tracker in self._trackers)]:
-            with suppress(OSError):  # of a full disk, which has ended the run by name
+            with suppress(OSError):  # of a full disk: another error has reported it and ended the run
                 close()
 
 
@@ -260,8 +262,8 @@ def write_episode_video(target: Path, episode: Episode, min_width: int = 256, ac
     import imageio.v3  # comes with the simulators
 
     assert episode.frames is not None
-    between = max(1, len(episode.frames) - 1)  # two frames
-    actions = max(episode.length, between) / between
+    intervals = max(1, len(episode.frames) - 1)
+    actions = max(episode.length, intervals) / intervals  # between two frames
     per_second = max(1, round(actions_per_second / actions))
     height, width = (max(1, -(-min_width // episode.frames.shape[2])) * side for side in episode.frames.shape[1:3])
     outcome = "lost" if episode.lost else "success" if episode.success else "failure"
@@ -355,7 +357,7 @@ def text_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -
 
 
 def run_lengths(prompts: Sequence[Prompt]) -> list[int]:
-    """Returns for each prompt the number of equal prompts from it on, if it is the first of them; else 0."""
+    """Returns for each prompt the length of the run of equal prompts that it begins; 0 if an earlier one begins it."""
     sizes = [0] * len(prompts)
     first = 0
     for i, prompt in enumerate(prompts):
@@ -402,7 +404,7 @@ def _row(sample: Sample, of_prompts: Sequence[str], values: Sequence[float], row
 
 def _prompt_image_urls(prompt: Prompt) -> list[str]:
     """Returns data URLs of a prompt's images and videos."""
-    return [*map(data_url, prompt.images), *(film_url(c.frames, round(1000 / c.fps)) for c in prompt.videos)]
+    return [*map(data_url, prompt.images), *(film_url(v.frames, round(1000 / v.fps)) for v in prompt.videos)]
 
 
 def _images(urls: Sequence[str]) -> str:

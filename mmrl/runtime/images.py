@@ -34,19 +34,20 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """Returns an image as viewers show it, in RGB: upright by its EXIF orientation, on white where it is transparent,
     16 bits of grey as 8. Raises ValueError as `check_mode`, and what a decoder raises.
 
-    transformers and vLLM turn images in the same way; white is what vLLM puts behind.
+    transformers and vLLM turn images in the same way, and vLLM uses white too.
     """
     check_mode(image)
-    image.load()  # the orientation of a PNG may stand behind its pixels; TIFF is turned here
+    image.load()  # reads the orientation of a PNG that comes after its pixels, and turns a TIFF
     turn = UPRIGHT.get(_orientation(image))
     shown = _on_white(image)
     return shown if turn is None else shown.transpose(turn)
 
 
 def _orientation(image: Image.Image) -> int:
+    """Returns the EXIF orientation of an image, 1 to 8; 1 (upright) if it has none."""
     try:
         return int(image.getexif().get(ORIENTATION, 1))
-    except Exception:  # damaged EXIF, of which viewers take no notice either
+    except Exception:  # damaged EXIF, which viewers ignore too
         return 1
 
 

@@ -14,7 +14,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def extra_command(*extras: str) -> str:
-    """Returns the command that installs extras: from the checkout, or, of a wheel, of the packages that they name."""
+    """Returns the command that installs extras: from the checkout, or, if mmrl came as a wheel, the packages that the
+    extras name."""
     if (CHECKOUT / "pyproject.toml").is_file():
         return f"pip install -e '.[{','.join(extras)}]'"
     return "pip install " + " ".join(f"'{requirement}'" for requirement in requirements(extras))
@@ -30,5 +31,6 @@ def requirements(extras: tuple[str, ...]) -> list[str]:
 
 
 def _bare(requirement: Requirement) -> str:
+    """Returns a requirement as text, without its marker."""
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     return f"{requirement.name}{extras}{requirement.specifier}"

@@ -90,7 +90,10 @@ def _check_text(text: str, field: str) -> None:
 
 
 def _check_size(number: int, field: str) -> None:
+    """Raises RowError for an integer beyond the range of floats."""
     try:
         float(number)
     except OverflowError:
-        raise RowError(f"field {field!r}: an integer of {number.bit_length()} bits") from None
+        raise RowError(
+            f"field {field!r}: an integer of {number.bit_length()} bits, beyond the range of floats"
+        ) from None

@@ -27,7 +27,7 @@ ADAPTERS = {
     "peft.tuners.tuners_utils": ("BaseTunerLayer",),
 }
 MATCHING = {"scipy.optimize": ("linear_sum_assignment",)}
-SCHEDULERS = (  # those that import scipy.stats, for noise levels of a kind
+SCHEDULERS = (  # schedulers of diffusers that import scipy.stats, for one kind of noise levels
     *("deis_multistep", "dpmsolver_multistep", "dpmsolver_multistep_inverse", "dpmsolver_sde", "dpmsolver_singlestep"),
     *("euler_discrete", "flow_match_euler_discrete", "flow_match_lcm", "heun_discrete", "k_dpm_2_ancestral_discrete"),
     *("k_dpm_2_discrete", "sasolver", "unipc_multistep"),
@@ -129,8 +129,8 @@ class Loader(importlib.machinery.SourceFileLoader):
     """Executes a module with the `__import__` of `importing` for all its import statements, also those in functions."""
 
     def exec_module(self, module: ModuleType) -> None:
-        ask = importing(DEFERRED[module.__name__])
-        vars(module)["__builtins__"] = {**vars(builtins), "__import__": ask}
+        import_function = importing(DEFERRED[module.__name__])
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": import_function}
         super().exec_module(module)
 
 

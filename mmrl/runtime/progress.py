@@ -28,6 +28,7 @@ class Interval:
         self._last = -math.inf if at_once else now()
 
     def due(self) -> bool:
+        """Returns whether `seconds` have passed since the last call that returned True."""
         moment = self._now()
         if moment - self._last < self._seconds:
             return False
@@ -36,7 +37,7 @@ class Interval:
 
 
 class Work:
-    """A progress bar of `total` equal parts."""
+    """A progress bar of `total` equal parts. what: its label. lines: whether a log gets lines in place of the bar."""
 
     def __init__(self, display: Display, what: str, total: int, done: int, *, lines: bool) -> None:
         self._display, self._what, self._total = display, what, total
@@ -45,6 +46,7 @@ class Work:
         self._lines = lines
 
     def advance(self, parts: int = 1) -> None:
+        """Counts finished parts, and draws the bar or prints a line if one is due."""
         self._display.bars.update(self._task, advance=parts)
         self._display.bars.update(self._task, left=time_left_text(self.left))
         if self._display.draws:
@@ -99,6 +101,7 @@ class Display:
         return self.bars.live.is_started
 
     def line(self, text: str) -> None:
+        """Prints a line above the bars."""
         self.console.print(printable(text), soft_wrap=True)
 
     @contextmanager

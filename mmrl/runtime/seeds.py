@@ -8,7 +8,7 @@ import numpy as np
 
 
 def rollout_seeds(seed: int, positions: Sequence[int], group_size: int) -> list[int]:
-    """Returns one seed a rollout, from the position at which its prompt was drawn and its index in its group."""
+    """Returns one seed for each rollout, from the position at which its prompt was drawn and its index in its group."""
     return [
         int(np.random.SeedSequence([seed, position, member]).generate_state(1)[0])
         for position in positions
@@ -16,7 +16,9 @@ def rollout_seeds(seed: int, positions: Sequence[int], group_size: int) -> list[
     ]
 
 
-REFERENCE = 2**32 - 1  # no position in a response; numpy ignores a trailing 0
+# In place of `cut`, for the reference policy: larger than any number of decisions. 0 would have no effect, since
+# SeedSequence ignores trailing zeros.
+REFERENCE = 2**32 - 1
 
 
 def reference_seeds(seed: int, positions: Sequence[int]) -> list[int]:

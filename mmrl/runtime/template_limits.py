@@ -42,6 +42,7 @@ def limit_memory_growth(size: int, message: str) -> Iterator[None]:
 
 @contextmanager
 def _address_space_limited(size: int) -> Iterator[None]:
+    """A context in which the process may allocate only `size` further bytes of address space."""
     with _lock:
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         if not _within:
@@ -54,7 +55,7 @@ def _address_space_limited(size: int) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            before = _within.pop()  # the last to end gets that of the first that began
+            before = _within.pop()  # the limit before the first block is restored when the last one ends
             if not _within:
                 resource.setrlimit(resource.RLIMIT_AS, (before, hard))
 
@@ -92,7 +93,7 @@ def render_template(name: str, owner: HasTemplate, messages: list[Any], **option
 
 @lru_cache(maxsize=32)
 def _has_power(template: str) -> bool:
-    """Returns whether a template computes a power. 9**9**9 is a single operation of C, which no limit of time stops;
+    """Returns whether a template computes a power. 9**9**9 is a single operation of C, which no time limit stops;
     Jinja computes it while it compiles the template. A `**` behind a bracket or a comma unpacks arguments."""
     before = ""
     try:
@@ -101,6 +102,6 @@ def _has_power(template: str) -> bool:
                 return True
             if kind not in ("whitespace", "comment"):
                 before = text
-    except jinja2.TemplateSyntaxError:  # rendering names it
+    except jinja2.TemplateSyntaxError:  # reported when the template is rendered
         return False
     return False

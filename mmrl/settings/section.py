@@ -195,8 +195,8 @@ def kind_of(base: type[Kind], tree: object, path: Path_ = (), kinds: Mapping[str
 
 
 def current_forms(base: type[Choice], value: object) -> list[dict[str, Any]]:
-    """Returns what a choice in the form of an earlier release is written as now: one mapping, or several that together
-    do the same. Returns [] if `value` is in its current form."""
+    """Returns the current form of a choice that is written as in an earlier release: one mapping, or several that
+    together do the same. Returns [] if `value` is in its current form."""
     tree = base.expand(value)
     return moved.present_forms(base.title, tree) if isinstance(tree, Mapping) else []
 
@@ -365,7 +365,7 @@ def unknown_key_message(key: object, model: type[Section], path: Path_) -> str:
 
 def key_of_library(name: str) -> tuple[str, str] | None:
     """Returns (library, key here) for the name of an option of another library, such as TRL; None for other names."""
-    import json  # late, as the table: only an error message needs them
+    import json  # imported here, since only error messages need it
 
     table = json.loads(Path(__file__).with_name("external_keys.json").read_text())
     return (table[name][0], table[name][1]) if name in table else None

@@ -12,7 +12,7 @@ MEMORY = ("doctor/test_gpu_memory.py",)
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("memory: what is let go of is still counted", M, "self.current -= size", "self.current -= 0", MEMORY),
     ("memory: the end and not the peak", M, "return live.peak", "return live.now", MEMORY),
-    ("memory: no backward pass", M, "torch.autograd.backward([t for t in outputs if t.requires_grad], _ones(outputs))",
+    ("memory: no backward pass", M, "torch.autograd.backward([t for t in outputs if t.requires_grad], _meta_gradients(outputs))",
      "pass", MEMORY),
     ("memory: gradients of weights stay", M, "parameter.grad = None  # `static", "pass  # `static", MEMORY),
     ("memory: attention keeps its matrices", M, "F.scaled_dot_product_attention = _attention  #",

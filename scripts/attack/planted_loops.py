@@ -15,7 +15,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("lone scene: all joints get the first target", A, "numbers[i : i + 1]", "numbers[:1]", LONE),
     ("lone scene: classes of tasks are taken over", A, "if kind is batched and", "if isinstance(entity, batched) and",
      LONE),
-    ("lone scene: nothing is taken apart", S, "            take_apart(env)", "            pass", LONE),
+    ("lone scene: nothing is taken apart", S, "            use_lone_classes(env)", "            pass", LONE),
     ("simulator: steps with a gradient", S, "    @torch.inference_mode()\n    def step(", "    def step(", LONE),
     ("simulator: all garbage is looked for", S, "    gc.freeze()", "    pass", LONE),
     ("simulator: garbage stays for ever", S, "        gc.unfreeze()", "        pass", LONE),
@@ -35,7 +35,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      MEANS),
     ("lone rank: no gradient, no momentum", "mmrl/engine/deepspeed.py", "                if parameter.grad is None:",
      "                if False:", STEPS),
-    ("watch: a thread a call", "sims/vector/watch.py", "begins, self._watching = not self._watching, True", "begins = True",
+    ("watch: a thread a call", "sims/vector/watch.py", "starts_thread, self._watching = not self._watching, True", "starts_thread = True",
      WATCHED),
     ("watch: it ends and nobody knows", "sims/vector/watch.py",
      "            self._watching = bool(self._calls) and not self._closed.is_set()\n"

@@ -68,7 +68,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "strict=True)\n        ]\n        answers = [replace(s, response=fresh.samples[r].response) for s, r in zip(answers, first.tolist())]\n        joined.rewards",
      CORRECTIONS),
     ("turns: a tool pays for errors too", "sims/turns/tools.py", "tool=tool, error=why)", "reward=0.2, tool=tool, error=why)", TURNS),
-    ("turns: a tool pays nothing", "sims/turns/tools.py", "reward=paid, tool=tool.name", "tool=tool.name", TURNS),
+    ("turns: a tool pays nothing", "sims/turns/tools.py", "reward=reward, tool=tool.name", "tool=tool.name", TURNS),
     ("turns: the answer pays every turn", "mmrl/terms/shapers/turns.py", "answer_reward.where(is_last, 0.0)", "answer_reward", TURNS),
     ("turns: an answer without a score earns 0", "mmrl/terms/shapers/turns.py", "mask & ~answer_reward.isnan()", "mask", TURNS),
     ("still: the default clip is told of every job", A + "ratio.py", 'if "surrogate" in self.model_fields_set and self', "if self", STILL),

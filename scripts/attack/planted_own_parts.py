@@ -13,7 +13,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("own: what is named may change in any way", "mmrl/checkpoints/training.py", "    if not _differ_in_numbers_only(before, after):", "    if False:", OWN),
     ("own: booleans are numbers", "mmrl/checkpoints/training.py", "isinstance(before, str | bool) or", "isinstance(before, str) or", OWN),
     ("own: shapes may change", "mmrl/checkpoints/training.py", "_under(key, SHAPES) or not", "not", OWN),
-    ("own: what is not named may change", "mmrl/checkpoints/store.py", "if fixed is None and key in named:", "if fixed is None:", OWN),
+    ("own: what is not named may change", "mmrl/checkpoints/store.py", "if fixed is None and key in permitted:", "if fixed is None:", OWN),
     ("own: another component is replaced", "mmrl/rewards/compose.py", "(*self.components[:column], replacement, *self.components[column + 1 :])", "(replacement, *self.components[1:])", OWN),
     ("own: a stop is the end of the run", "mmrl/trainer.py", "if self.stop_signal or self.stop_requested or save_due:", "if self.stop_signal or save_due:", OWN),
     ("own: a stop is not told", "mmrl/job.py", "    elif training.stop_requested and", "    elif False and", OWN),

@@ -27,11 +27,11 @@ STATE_DIM, ACTION_DIM = 8, 7
 EVALUATION_STARTS = 50
 SETTLE = 10  # steps after a reset in which objects come to rest; they do not count towards the step limit
 IDLE = np.array([0.0, 0, 0, 0, 0, 0, -1])  # the action that does not move, with an open gripper
-MAX_GEOMS = 1000
+MAX_GEOMS = 1000  # geometries that the renderer has room for
 CAMERAS = ("agentview", "robot0_eye_in_hand")
-REWORDED = ("_lan", "_task")  # suites whose names end so have other instructions than LIBERO's list of tasks
-# Step limits of episodes, by the project that published results with them; success rates are comparable only within
-# one.
+REWORDED = ("_lan", "_task")  # endings of suites whose instructions differ from those in LIBERO's list of tasks
+# Step limits of episodes, by the project that published results with them. Success rates under different limits cannot
+# be compared.
 STEP_LIMITS = {
     "openvla": {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
     "lerobot": {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
@@ -41,7 +41,7 @@ STEP_LIMITS = {
 
 
 class Libero:
-    """The simulator. The tasks of libero_spatial are libero_spatial/0 to libero_spatial/9, in LIBERO's order.
+    """LIBERO's tasks as a simulator. A task is named SUITE/INDEX, such as libero_spatial/0, in LIBERO's order.
 
     An action is [7]: displacement and rotation of the hand (OSC_POSE, -1 to 1), and the gripper. The state is [8], as
     in OpenVLA-OFT: the hand's position (3), its rotation as an axis-angle vector (3), and the fingers (2).
@@ -91,8 +91,8 @@ class Libero:
         self.count, self.tasks = count, tuple(self._tasks_by_name)
         self.image_shape = (image_size, image_size * len(cameras), 3) if cameras else (0, 0, 3)
         self._mirrored, self._openvla_gripper = orientation == "openvla", gripper == "openvla"
-        self._drawn, self._size, self._shadows = tuple(cameras), image_size, shadows
-        self.cameras = self._drawn or ("none",)  # of images without pixels
+        self._camera_names, self._size, self._shadows = tuple(cameras), image_size, shadows
+        self.cameras = self._camera_names or ("none",)  # without cameras, images have 0 x 0 pixels
         self._end_on_success, self._kept = end_on_success, kept
         self._rows: list[LiberoRow | None] = [None] * count
         self._spare: list[LiberoScene] = []
@@ -151,18 +151,20 @@ class Libero:
                 return self._spare.pop(index)
         while len(self._spare) > self._kept:
             self._spare.pop(0).close()
-        return LiberoScene(task, self._drawn, self._size, self._shadows)
+        return LiberoScene(task, self._camera_names, self._size, self._shadows)
 
     def _converted(self, actions: NDArray) -> NDArray:
-        """Converts actions [C, 7] to robosuite's."""
+        """Converts actions [chunk, 7] to robosuite's."""
         converted = np.clip(actions, -1, 1)
         if self._openvla_gripper:
+            # OpenVLA: 0 closes, 1 opens; robosuite: 1 closes, -1 opens
             converted[:, 6] = np.sign(1 - 2 * actions[:, 6])
         return converted
 
     def _show(self, scene: LiberoScene, out: Transition, i: int) -> None:
+        """Writes the state and the images of all cameras, side by side, into row i of `out`."""
         out.state[i] = scene.state()
-        for c in range(len(self._drawn)):
+        for c in range(len(self._camera_names)):
             left = c * self._size
             scene.render(c, out.images[i, :, left : left + self._size], self._mirrored)
 
@@ -225,6 +227,7 @@ class LiberoScene:
             self._renderer.option.geomgroup[0] = 0  # collision geometry is not drawn
 
     def start(self, seed: int) -> None:
+        """Resets the scene to the start state of `seed` (see `Libero`), and lets objects come to rest."""
         published = seed < min(EVALUATION_STARTS, len(self._starts))
         with _numpy_seed([0] if published else [seed & 0xFFFFFFFF, seed >> 32]):
             self._env.reset()
@@ -237,47 +240,49 @@ class LiberoScene:
 
     def act(self, action: NDArray) -> bool:
         """Executes one control step; returns whether the task is solved after it."""
-        with self._halves():
+        with self._physics_once():
             self._env.step(action)
         return bool(self._env.check_success())
 
     @contextmanager
-    def _halves(self) -> Iterator[None]:
+    def _physics_once(self) -> Iterator[None]:
         """Makes robosuite compute its physics once a step, not three times, and observe nothing.
 
         robosuite computes everything before its controller runs, again in the controller, and again in the step itself;
         the controller needs only the first half of a step. The results are equal bit for bit."""
         sim, world = self._env.sim, self._env.env
-        begun = False
+        first_half_done = False
 
         def first_half() -> None:
-            nonlocal begun
-            if not begun:
+            nonlocal first_half_done
+            if not first_half_done:
                 mujoco.mj_step1(self._model, self._data)
-            begun = True
+            first_half_done = True
 
         def second_half() -> None:
-            nonlocal begun
+            nonlocal first_half_done
             first_half()
             mujoco.mj_step2(self._model, self._data)
-            begun = False
+            first_half_done = False
 
         sim.forward, sim.step, world._update_observables = first_half, second_half, lambda force=False: None
         try:
             yield
         finally:
-            del sim.forward, sim.step, world._update_observables  # the classes' own again
+            del sim.forward, sim.step, world._update_observables  # the methods of the classes are in effect again
 
     def state(self) -> NDArray[np.float32]:
+        """Returns the state [8], see `Libero`."""
         from robosuite.utils.transform_utils import quat2axisangle
 
         observation = self._env.env._get_observations(force_update=True)
-        turn = quat2axisangle(np.array(observation["robot0_eef_quat"]))
-        return np.concatenate([observation["robot0_eef_pos"], turn, observation["robot0_gripper_qpos"]]).astype(
+        rotation = quat2axisangle(np.array(observation["robot0_eef_quat"]))
+        return np.concatenate([observation["robot0_eef_pos"], rotation, observation["robot0_gripper_qpos"]]).astype(
             np.float32
         )
 
     def render(self, camera: int, out: NDArray[np.uint8], mirrored: bool) -> None:
+        """Writes the image of one camera into `out` [size, size, 3], mirrored left to right if `mirrored`."""
         assert self._renderer is not None
         self._renderer.render(self._model, self._data, out[:, ::-1] if mirrored else out, self._camera_ids[camera])
 
@@ -288,8 +293,8 @@ class LiberoScene:
 
 
 def _tasks(suite: str, step_limit: str | int) -> Iterator[LiberoTask]:
-    """Yields the tasks of a suite, with their limit of steps: a number, or the key of a published table. Raises
-    UserError where there is none, and for files that are not installed."""
+    """Yields the tasks of a suite. step_limit: a number of steps, or a key of STEP_LIMITS. Raises UserError if that
+    table has no limit for the suite, and for files that are not installed."""
     scenes, starts = get_libero_path("bddl_files"), get_libero_path("init_states")
     limits: Mapping[str, int] = STEP_LIMITS[step_limit] if isinstance(step_limit, str) else {}
     base = next((name for name in limits if suite == name or suite.startswith(f"{name}_")), None)

@@ -4,7 +4,7 @@ import logging
 import warnings
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that SAPIEN takes the Vulkan loader of its own wheel
+    warnings.simplefilter("ignore")  # SAPIEN warns that it takes the Vulkan loader of its own wheel
     import mani_skill.envs  # noqa: F401
 logging.getLogger("mani_skill").setLevel(logging.ERROR)  # it warns of how its own tasks are written
 

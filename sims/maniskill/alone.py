@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 class LoneActor(Actor):
+    """A rigid object whose pose is read as one array of 7 numbers."""
+
     @property
     def pose(self) -> Pose:
         return batch_of_one(self._objs[0].pose)
@@ -28,6 +30,8 @@ class LoneActor(Actor):
 
 
 class LoneLink(Link):
+    """A link of a robot whose pose is read as one array of 7 numbers."""
+
     @property
     def pose(self) -> Pose:
         return batch_of_one(self._objs[0].entity_pose)
@@ -38,6 +42,8 @@ class LoneLink(Link):
 
 
 class LoneArticulation(Articulation):
+    """A robot whose joint targets are set from one array."""
+
     def set_joint_drive_targets(self, targets: Any, joints: Any = None, joint_indices: Any = None) -> None:
         numbers = np.asarray(targets[0], np.float32)
         for i, joint in enumerate(joints):
@@ -45,12 +51,13 @@ class LoneArticulation(Articulation):
 
 
 def batch_of_one(pose: sapien.Pose) -> Pose:
+    """Converts SAPIEN's pose to ManiSkill's, a tensor [1, 7]: position (3) and quaternion (4)."""
     return Pose(torch.from_numpy(np.concatenate((pose.p, pose.q))[None]))
 
 
-def take_apart(env: BaseEnv) -> None:
-    """Replaces the classes of actors, robots and links in a scene on the CPU by those above. Merged objects, which
-    tasks make of several, stay as they are."""
+def use_lone_classes(env: BaseEnv) -> None:
+    """Replaces the classes of actors, robots and links in a scene on the CPU by LoneActor, LoneArticulation and
+    LoneLink. Merged objects, which stand for several, stay as they are."""
     for actor in env.scene.actors.values():
         swap(actor, Actor, LoneActor)
     for robot in env.scene.articulations.values():

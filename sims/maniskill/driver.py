@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.runtime.devices import device_name
 
 COMMAND = "bash scripts/install_renderer.sh"
-CHOSEN_BY_USER = ("VK_ICD_FILENAMES", "VK_DRIVER_FILES")
+CHOSEN_BY_USER = ("VK_ICD_FILENAMES", "VK_DRIVER_FILES")  # environment variables that name a driver
 
 
 def folder() -> Path:
@@ -28,9 +28,9 @@ def choose_device() -> str:
     """Returns SAPIEN's name of the device to render with: 'cuda' (of a rank such as 'cuda:3'), or 'pci:0' for any
     other.
 
-    The driver of the machine comes first where there is a CUDA device or the user has named one (VK_ICD_FILENAMES),
-    else the unpacked software driver. To be called before anything of SAPIEN renders, for a driver cannot be replaced
-    afterwards. Raises UserError with the command that brings a driver where none works.
+    The machine's own driver is used if there is a CUDA device, or the user has set one of CHOSEN_BY_USER; otherwise
+    the unpacked software driver. Call it before anything of SAPIEN renders, since a driver cannot be replaced
+    afterwards. Raises UserError, with the command that installs a driver, if none works.
     """
     manifest = folder() / "icd.json"
     if (

@@ -22,9 +22,9 @@ def push_cube(env: BaseEnv, row: int) -> NDArray[np.float32]:
     hand, cube = (part.pose.p[row].cpu().numpy() for part in (env.agent.tcp, env.obj))
     away = hand - cube
     start = cube[:2] - [BEHIND, 0]
-    if away[0] < -0.02 and abs(away[1]) < 0.015 and hand[2] < ON_TABLE + 0.02:
+    if away[0] < -0.02 and abs(away[1]) < 0.015 and hand[2] < ON_TABLE + 0.02:  # behind the cube and low: push
         goal = [hand[0] + REACH, cube[1], ON_TABLE]
-    elif np.linalg.norm(hand[:2] - start) < 0.02:
+    elif np.linalg.norm(hand[:2] - start) < 0.02:  # over the start of the push: go down
         goal = [*start, ON_TABLE]
     else:
         goal = [*start, ABOVE]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.runtime.devices import device_name
-from mmrl.sims.maniskill.alone import take_apart
+from mmrl.sims.maniskill.alone import use_lone_classes
 from mmrl.sims.maniskill.driver import choose_device
 from mmrl.sims.maniskill.experts import EXPERTS
 from mmrl.sims.maniskill.tasks import INSTRUCTIONS
@@ -154,19 +154,22 @@ class Recipe:
     sim_backend: str
 
     def make(self, task: str, rows: int) -> BaseEnv:
+        """Makes the environment of a task with `rows` scenes. Raises UserError if it does not support the options."""
         spec, renderer = _spec(task), self._renderer(task)
-        # A name without a colon, which ManiSkill would split, for devices that are none of CUDA's.
+        # ManiSkill splits device names at a colon, so "pci:0" needs a name without one.
         backend.render_backend_name_mapping["software"] = "pci:0"
         download_asset.prompt_yes_no = _assets_missing(task)
         supported = spec.cls.SUPPORTED_OBS_MODES
         obs_mode = "state" if self.observation != "rgb" else "rgb" if "any_textures" in supported else supported[0]
         size = {"width": self.image_size, "height": self.image_size}
         try:
-            with redirect_stdout(io.StringIO()), frozen_garbage():  # the error says what it prints
+            with redirect_stdout(io.StringIO()), frozen_garbage():  # what it prints is in the error too
                 return spec.make(
                     num_envs=rows,
                     obs_mode=obs_mode,
-                    reward_mode=None if self.reward == "sparse" else "normalized_dense",  # None: of no consequence
+                    reward_mode=None
+                    if self.reward == "sparse"
+                    else "normalized_dense",  # sparse rewards come from success
                     control_mode=self.control_mode,
                     sim_backend=device_name(self.sim_backend) if self.sim_backend == "physx_cuda" else self.sim_backend,
                     render_backend=renderer,
@@ -177,6 +180,7 @@ class Recipe:
             raise UserError(f"maniskill: {task} cannot be made with {self._options_text()}: {error!r}") from error
 
     def _renderer(self, task: str) -> str:
+        """Returns ManiSkill's name of the renderer for a task; "none" if nothing is rendered."""
         device = choose_device()  # needed for materials even where nothing is shown
         if self.observation == "state" and task not in RENDERED_ALWAYS:
             return "none"
@@ -193,8 +197,8 @@ class RowBlock:
         self.rows, self.recipe, self.max_steps, self.end_on_success = rows, recipe, max_steps, end_on_success
         self.task = ""
         self._envs: dict[str, BaseEnv] = {}
-        self._live = np.zeros(len(rows), bool)
-        self._steps = np.zeros(len(rows), np.int64)
+        self._live = np.zeros(len(rows), bool)  # rows with a running episode
+        self._steps = np.zeros(len(rows), np.int64)  # of each row's episode
 
     def shapes(self, task: str) -> tuple[int, int, tuple[int, int, int]]:
         """Returns the dimensions of actions and states, and the shape of images."""
@@ -210,23 +214,22 @@ class RowBlock:
         self, rows: list[int], seeds: list[int], tasks: list[str], out: Transition, indices: Sequence[int]
     ) -> None:
         """Starts episodes in `rows`, and writes their observations to `out` at `indices`."""
-        local = [row - self.rows.start for row in rows]
-        others = self._live.copy()
-        others[local] = False
-        if len({*tasks} | ({self.task} if others.any() else set())) > 1:
+        local = [row - self.rows.start for row in rows]  # positions of the rows in this block
+        remaining = self._live.copy()  # rows that play on
+        remaining[local] = False
+        if len({*tasks} | ({self.task} if remaining.any() else set())) > 1:
             raise UserError("maniskill: on a GPU all environments must play the same task; set task.tasks to one task")
         self.task = tasks[0]
         try:
             env = self._env(self.task)
-            for row, seed in zip(
-                local, seeds, strict=True
-            ):  # one by one: random numbers depend on how many are drawn at once
+            # one by one: random numbers depend on how many rows are reset at once
+            for row, seed in zip(local, seeds, strict=True):
                 env.reset(
                     seed=[_folded(seed)] * len(self.rows), options={"env_idx": torch.tensor([row], device=env.device)}
                 )
                 self._live[row], self._steps[row] = True, 0
-            if not env.gpu_sim_enabled:  # each time, for some tasks build their scene anew
-                take_apart(env)
+            if not env.gpu_sim_enabled:  # at each reset, since some tasks then build a new scene
+                use_lone_classes(env)
             self._show(env, local, out, indices)
         except UserError:
             raise
@@ -234,7 +237,7 @@ class RowBlock:
             self._lose(error, out, indices)
 
     def step(self, rows: list[int], actions: NDArray[np.float64], out: Transition, indices: Sequence[int]) -> None:
-        """Executes a chunk [n, C, A] in `rows`, and writes the results to `out` at `indices`."""
+        """Executes a chunk of actions [row, chunk, action] in `rows`, and writes the results to `out` at `indices`."""
         local = np.array(rows) - self.rows.start
         if missing := (local[~self._live[local]] + self.rows.start).tolist():
             raise UserError(
@@ -288,9 +291,9 @@ class RowBlock:
         env._elapsed_steps += 1
         info = env.get_info()
         self._steps[local] += playing
-        nothing = np.zeros(len(self.rows), bool)
-        success = _host(info["success"])[local] if "success" in info else nothing[local]
-        failure = _host(info["fail"])[local] if "fail" in info else nothing[local]
+        never = np.zeros(len(self.rows), bool)
+        success = _host(info["success"])[local] if "success" in info else never[local]
+        failure = _host(info["fail"])[local] if "fail" in info else never[local]
         if self.recipe.reward == "dense":
             reward = _host(env.get_reward(obs=None, action=action, info=info))[local]
         else:
@@ -304,6 +307,7 @@ class RowBlock:
         return info
 
     def _limit(self) -> float:
+        """Returns the number of control steps after which an episode is truncated."""
         return self.max_steps or _spec(self.task).max_episode_steps or np.inf
 
     def _env(self, task: str) -> BaseEnv:
@@ -319,13 +323,15 @@ class RowBlock:
         indices: Sequence[int],
         info: dict[str, Any] | None = None,
     ) -> None:
+        """Writes images and states of the rows at positions `local` into `out` at `indices`."""
         images, state = self._observe(env, info)
         out.images[indices], out.state[indices, : state.shape[1]] = images[local], state[local]
 
     def _observe(
         self, env: BaseEnv, info: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Returns images [n, H, W, 3] and states [n, S] of all rows; without `info` ManiSkill evaluates the scene."""
+        """Returns images [row, height, width, 3] and states [row, state] of all rows. Without `info`
+        ManiSkill evaluates the scene."""
         observation = env.get_obs(info, unflattened=True)
         parts = {name: observation[name] for name in ("agent", "extra")}
         state = _host(flatten_state_dict(parts, use_torch=True, device=env.device)).astype(np.float32)
@@ -393,4 +399,5 @@ def _check(name: str, value: str, options: Sequence[str]) -> None:
 
 
 def _host(tensor: torch.Tensor) -> NDArray:
+    """Copies a tensor to the CPU as an array."""
     return tensor.detach().cpu().numpy()

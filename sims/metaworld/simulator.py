@@ -18,14 +18,14 @@ from mmrl.sims.mujoco.gl import Renderer, choose_backend
 from mmrl.sims.vector.rows import EnvironmentRows
 from mmrl.sims.vector.simulator import Transition, nearest
 
-MAX_STEPS = 500  # Meta-World raises if an episode continues
-MAX_GEOMS = 1000
+MAX_STEPS = 500  # Meta-World raises an error if an episode is longer
+MAX_GEOMS = 1000  # geometries that the renderer has room for
 ACTION_DIM, STATE_DIM, ROBOT_DIM = 4, 39, 4
 CAMERAS = ("corner", "corner2", "corner3", "corner4")  # mounted upside down
 
 
 class MetaWorld:
-    """The simulator. Tasks have Meta-World's ids, reach-v3 to window-close-v3.
+    """Meta-World's tasks as a simulator, under Meta-World's ids, such as reach-v3.
 
     An action is [4], -1 to 1: the hand's displacement along x, y and z, and the fingers (above 0 closes). The seed
     determines the positions of objects and goals.
@@ -73,7 +73,7 @@ class MetaWorld:
         self.count, self.state_dim = count, ROBOT_DIM if self._shows_images else STATE_DIM
         self.image_shape = (image_size, image_size, 3) if self._shows_images else (0, 0, 3)
         self._rows = EnvironmentRows[MetaWorldRow](count)
-        self._renderers: dict[str, Renderer] = {}  # of a task: all its models have the same meshes
+        self._renderers: dict[str, Renderer] = {}  # by task: all models of a task have the same meshes
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
@@ -112,6 +112,7 @@ class MetaWorld:
         self._rows, self._renderers = EnvironmentRows(self.count), {}
 
     def _play(self, playing: MetaWorldRow, actions: NDArray, out: Transition, i: int) -> None:
+        """Executes actions [chunk, 4] until the episode ends, and writes row i of `out`."""
         for c, action in enumerate(actions):
             success, reward = playing.act(action)
             out.valid[i, c], out.success[i, c] = True, success
@@ -129,6 +130,7 @@ class MetaWorld:
             if playing.task not in self._renderers:
                 self._renderers[playing.task] = Renderer(model, choose_backend(), self._size, MAX_GEOMS)
             camera = model.camera(self._camera).id
+            # flipped along both axes, since the cameras are mounted upside down
             self._renderers[playing.task].render(model, playing.env.data, out.images[i, ::-1, ::-1], camera)
 
 
@@ -145,6 +147,7 @@ class MetaWorldRow:
         self.observation, self.steps = np.zeros(STATE_DIM), 0
 
     def start(self, seed: int) -> None:
+        """Starts the episode of a seed."""
         self.env.seed(seed)
         self.observation, _ = self.env.reset()
         self.steps = 0
@@ -164,7 +167,7 @@ class MetaWorldRow:
         self.env.data = copy.copy(self.env.data)
         for c in range(len(out)):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it asks for more than the hand can do
+                warnings.simplefilter("ignore")  # the expert warns if it asks for more than the hand can do
                 out[c] = np.clip(self._expert.get_action(self.observation), -1, 1)
             if c + 1 < len(out) and self.act(out[c])[0] and end_on_success:
                 break

@@ -19,15 +19,16 @@ from mmrl.errors import UserError
 BACKENDS = ("egl", "osmesa")
 PROBE = "import sys, mujoco.{0} as gl; c = gl.GLContext(8, 8); c.make_current(); c.free()"
 COMMAND = "bash scripts/system_packages.sh"
-MAX_GEOMS = 200
+MAX_GEOMS = 200  # geometries that a renderer has room for by default
 
 
 @cache
 def choose_backend() -> str:
-    """Returns the first of `BACKENDS` that makes a context and sets MUJOCO_GL to it; where MUJOCO_GL is set, only that.
+    """Returns the first of `BACKENDS` that can make an OpenGL context, and sets MUJOCO_GL to it. If MUJOCO_GL is set,
+    only that backend is tried.
 
-    A backend that failed cannot be replaced within a process, so each is tried in one of its own. Raises
-    UserError naming the packages to install where none works.
+    A backend that failed cannot be replaced within a process, so each is tried in a process of its own. Raises
+    UserError, with the packages to install, if none works.
     """
     wanted = os.environ.get("MUJOCO_GL", "").lower()
     if wanted and wanted not in BACKENDS:
@@ -54,8 +55,10 @@ def choose_backend() -> str:
 
 @cache
 def _close_at_exit() -> weakref.WeakSet[Renderer]:
-    """Returns the set of open renderers, which are closed at exit. The first call must come after OpenGL was loaded:
-    what is registered with atexit last runs first, so renderers are then closed before OpenGL."""
+    """Returns the set of open renderers, which are closed when the process exits.
+
+    The first call must come after OpenGL was loaded: atexit runs in reverse order, so renderers are closed before
+    OpenGL."""
     renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
 
     def close() -> None:
@@ -87,7 +90,7 @@ class Renderer:
         mujoco.mjv_updateScene(model, data, self.option, None, self._camera, everything, self._scene)
         mujoco.mjr_render(self._view, self._scene, self._context)
         mujoco.mjr_readPixels(self._pixels, None, self._view, self._context)
-        out[:] = self._pixels[::-1]
+        out[:] = self._pixels[::-1]  # OpenGL begins with the lowest row
 
     def close(self) -> None:
         _close_at_exit().discard(self)

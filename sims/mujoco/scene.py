@@ -7,12 +7,12 @@ import mujoco
 from mmrl.sims.mujoco.arm import FINGER_TRAVEL, FOREARM, HAND_LENGTH, SHOULDER_HEIGHT, UPPER_ARM
 
 CUBE = 0.022  # half an edge, in metres
-PAD = 0.048
-PADS = 2
+PAD = 0.048  # half an edge of a pad
+PADS = 2  # number of pads
 TIMESTEP = 0.005  # seconds
 SUBSTEPS = 10  # physics steps in one control step: 20 control steps a second
-JOINTS = 5
-STIFFNESS = 1500.0
+JOINTS = 5  # of the arm, without the fingers
+STIFFNESS = 1500.0  # gain (kp) of the position actuators of the arm
 SMOOTHING = 0.02  # seconds; time constant of the arm's setpoint, so that it does not jerk what it holds
 
 _CUBE = """
@@ -34,7 +34,7 @@ def compile_model(cubes: int, image_size: int) -> mujoco.MjModel:
     """Compiles the model with `cubes` cubes; colours, pads and the camera are set for each episode."""
     half = {"half": CUBE}
     finger = {"length": HAND_LENGTH, "travel": FINGER_TRAVEL}
-    spread = 0.006
+    spread = 0.006  # metres from the joint of a finger to its middle
     xml = f"""
 <mujoco model="tabletop">
   <compiler angle="radian" autolimits="true"/>

@@ -21,12 +21,10 @@ from mmrl.sims.mujoco.gl import Renderer, choose_backend
 from mmrl.sims.mujoco.tasks import COLOURS, TASKS, TabletopScene, TabletopTask, TableView, held
 from mmrl.sims.vector.simulator import Transition, nearest
 
-STATE_DIM = 5
-PRIVILEGED_DIM = 10
-ACTION_DIM = 4
-DRAWS = 10_000
+STATE_DIM, PRIVILEGED_DIM, ACTION_DIM = 5, 10, 4
+DRAWS = 10_000  # random scenes that are tried at most to find a valid one
 LEASH = 0.05  # metres that the setpoint may run ahead of a blocked arm
-UNSTABLE = [
+UNSTABLE = [  # MuJoCo's warnings of positions, velocities or accelerations that are not finite or too large
     int(kind)
     for kind in (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
 ]
@@ -41,7 +39,7 @@ class TabletopRow:
         self.model, self.data = copy.copy(model), mujoco.MjData(model)
         self.colours, self.shaped, self.end_on_success = colours, shaped, end_on_success
         self.control = CONTROLS[control]
-        self.cubes = np.array([model.body(f"cube{i}").id for i in range(model.nbody) if i < _cubes(model)])
+        self.cubes = np.array([model.body(f"cube{i}").id for i in range(_cubes(model))])
         self.cube_geoms = [model.geom(f"cube{i}").id for i in range(len(self.cubes))]
         self.pads = [model.geom(f"pad{i}").id for i in range(scene.PADS)]
         self.cube_qpos = [int(model.body(int(cube)).jntadr[0]) for cube in self.cubes]
@@ -51,6 +49,8 @@ class TabletopRow:
         self.setpoint, self.closing, self.steps = HOME.copy(), False, 0
 
     def reset(self, seed: int, name: str) -> None:
+        """Starts the episode of a seed in the task `name`."""
+        # with the task in the seed, tasks do not share their scenes
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         self.task = TASKS[name]
         self.scene = self._draw(rng)
@@ -68,6 +68,7 @@ class TabletopRow:
         mujoco.mj_forward(self.model, self.data)
 
     def _draw(self, rng: np.random.Generator) -> TabletopScene:
+        """Samples a scene of the task. Raises RuntimeError if none of DRAWS samples is valid."""
         for _ in range(DRAWS):
             drawn = self.task.draw(rng, len(self.cubes), self.colours)
             if drawn is not None:
@@ -93,6 +94,7 @@ class TabletopRow:
         self.model.geom_rgba[table, :3] = 0.5 + rng.uniform(-0.06, 0.06) + rng.uniform(-0.02, 0.02, 3)
 
     def _place_camera(self, rng: np.random.Generator) -> None:
+        """Sets the camera's position and the point it looks at, both with a random displacement."""
         position, target = CAMERA_POSITION + rng.uniform(-0.015, 0.015, 3), CAMERA_TARGET + rng.uniform(-0.01, 0.01, 3)
         back = (position - target) / np.linalg.norm(position - target)
         right = np.cross([0, 0, 1], back)
@@ -115,10 +117,12 @@ class TabletopRow:
             raise RuntimeError(f"the physics became unstable at control step {self.steps}")
 
     def _control(self) -> None:
+        """Sets the targets of all joints from the setpoint and the command of the gripper."""
         self.data.ctrl[: scene.JOINTS] = inverse_kinematics(self.setpoint)
         self.data.ctrl[scene.JOINTS :] = 0.0 if self.closing else FINGER_TRAVEL
 
     def view(self) -> TableView:
+        """Returns what success, progress and experts read of the physics state."""
         cubes = self.data.xpos[self.cubes].copy()
         goal = np.append(self.scene.pads[0], scene.CUBE) if len(self.scene.pads) else cubes[1] + [0, 0, 2 * scene.CUBE]
         return TableView(
@@ -155,8 +159,10 @@ class TabletopRow:
                 break
 
     def plan(self, length: int, spare: mujoco.MjData, out: NDArray) -> None:
-        """Writes the expert's next actions into `out` [length, 4]; executes them in a copy of the state."""
-        saved = mujoco.mj_copyData(spare, self.model, self.data), self.setpoint, self.closing, self.steps
+        """Writes the expert's next actions into `out` [length, 4]. It executes them in a copy of the physics state,
+        which is written to `spare`."""
+        mujoco.mj_copyData(spare, self.model, self.data)
+        saved = self.setpoint, self.closing, self.steps
         self.data, spare = spare, self.data
         try:
             for c in range(min(length, self.task.max_steps - self.steps)):
@@ -167,21 +173,23 @@ class TabletopRow:
                         break
         finally:
             self.data = spare
-            _, self.setpoint, self.closing, self.steps = saved
+            self.setpoint, self.closing, self.steps = saved
 
 
 def _cubes(model: mujoco.MjModel) -> int:
+    """Returns the number of cubes in a model."""
     return sum(1 for i in range(model.nbody) if model.body(i).name.startswith("cube"))
 
 
 def privileged_state(view: TableView) -> NDArray[np.float32]:
     """Returns the state that a camera cannot measure exactly, [10]; see `Tabletop` for its numbers."""
     cube = view.cubes[0]
+    # times 10: metres to decimetres; held / 10 times 10 is 0 or 1
     return np.array([*(cube - view.tip), *(view.goal - cube), *cube, held(view) / 10], np.float32) * 10
 
 
 class RenderThread:
-    """A thread with its own renderer."""
+    """A thread with its own renderer, and with spare physics data in which experts plan."""
 
     def __init__(self, model: mujoco.MjModel, image_size: int):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tabletop")
@@ -189,6 +197,7 @@ class RenderThread:
         self.renderer: Renderer = self._pool.submit(Renderer, model, choose_backend(), image_size).result()
 
     def submit(self, function: Callable[..., None], *arguments: object) -> Future[None]:
+        """Calls function(self, *arguments) in the thread."""
         return self._pool.submit(function, self, *arguments)
 
     def close(self) -> None:
@@ -297,6 +306,7 @@ class Tabletop:
         self._workers = []
 
     def _show(self, worker: RenderThread, world: TabletopRow, out: Transition, i: int) -> None:
+        """Writes the state and the rendered image of `world` into row i of `out`."""
         state = world.state()
         out.state[i] = state if self.state_dim == STATE_DIM else np.append(state, privileged_state(world.view()))
         worker.renderer.render(world.model, world.data, out.images[i])

@@ -1,9 +1,8 @@
 """The tasks of the tabletop: random scenes, instructions, success, progress for the shaped reward, scripted experts.
 
 Every instruction names a colour and a position, and every scene holds objects that other instructions would mean, so
-that a policy that does not read the instruction cannot know what to do. All functions of a `TableView` depend on
-nothing
-else: an expert can act in any state, its own or a policy's.
+that a policy that does not read the instruction cannot know what to do. Success, progress and experts depend on the
+current `TableView` alone: an expert can act in any state, its own or a policy's.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ COLOURS = {
     "yellow": (0.90, 0.80, 0.10),
 }
 HOVER, CARRY = 0.10, 0.13  # heights of the fingertips, in metres, on the way to a cube and while carrying it
-LIFTED = 0.10
+LIFTED = 0.10  # height of the cube's centre, in metres, above which it counts as lifted
 MARGIN = 0.03  # cubes start this far inside the box of the fingertips
 APART = 0.105  # minimum distance between centres, in metres, so that the open gripper fits in between
-TRIES = 200
-SURE = 0.016  # metres aside at which the open gripper may come down beside a cube, and close
+TRIES = 200  # random positions that are tried at most
+SURE = 0.016  # horizontal distance to the cube, in metres, at which the open gripper may come down around it, and close
 BEHIND = 2 * CUBE + 0.006  # from the centre of a cube to where closed fingers come down beside it
-LONGEST_PUSH = 0.22
-SLANT = 0.03  # how far a push may miss the middle of the pad
+LONGEST_PUSH = 0.22  # metres
+SLANT = 0.03  # metres by which a straight push may miss the middle of the pad
 PUSH_STEP = 0.016  # metres in one control step; faster, the cube tumbles
 PUSH_SHORT = 0.022  # metres before the middle of the pad at which closed fingers stop; the cube goes a little past it
 PUSH_DEPTH = 0.02  # height of the fingertips that push
 PUSH_HOVER = 0.07  # height of closed fingertips on their way over cubes
-PUSH_LOW, PUSH_ASIDE = 0.04, 0.02  # below, and nearer than this to the line of the push, they push
+PUSH_LOW, PUSH_ASIDE = 0.04, 0.02  # metres: fingertips below this height, and this near to the line of the push, push
 AREA_LOW, AREA_HIGH = LOW[:2] + MARGIN, HIGH[:2] - MARGIN
 
 
@@ -79,7 +78,7 @@ def scatter(
     rng: Generator, count: int, start: Sequence[NDArray] = (), free: Callable[[NDArray], bool] = lambda point: True
 ) -> NDArray | None:
     """Samples positions at least APART from one another, for which `free` is true. Returns [count, 2], beginning with
-    those of `start`; None if there is none in TRIES samples."""
+    those of `start`; None if TRIES samples do not give so many."""
     positions = list(start)
     for _ in range(TRIES):
         if len(positions) == count:
@@ -136,6 +135,7 @@ def onto_pad(
 def push_line(rng: Generator, count: int) -> NDArray | None:
     """Samples positions [count, 2] such that the first can be pushed to the second, and the others are not on that
     line. Returns None if the sample is rejected."""
+    # the push goes along one axis of the table (main, 0 or 1), forwards or backwards, with a small slant
     way = rng.choice([-1.0, 1.0]) * np.array([rng.uniform(APART, LONGEST_PUSH), 0.0])
     way[1] = rng.uniform(-SLANT, SLANT)
     main = int(rng.integers(2))
@@ -157,6 +157,7 @@ def onto_cube(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene |
 
 
 def distance_to_segment(point: NDArray, a: NDArray, b: NDArray) -> float:
+    """Returns the distance of a point [2] from the segment between a and b [2]."""
     along = np.clip((point - a) @ (b - a) / ((b - a) @ (b - a)), 0, 1)
     return float(np.linalg.norm(point - a - along * (b - a)))
 
@@ -166,7 +167,7 @@ def distance_to_segment(point: NDArray, a: NDArray, b: NDArray) -> float:
 
 def reached(view: TableView) -> bool:
     """Returns whether the fingertips are over the cube, no more than 3 cm above its top."""
-    return flat(view.tip, view.cubes[0]) < 0.02 and view.tip[2] < 2 * CUBE + 0.03
+    return horizontal_distance(view.tip, view.cubes[0]) < 0.02 and view.tip[2] < 2 * CUBE + 0.03
 
 
 def pushed(view: TableView) -> bool:
@@ -190,6 +191,7 @@ def stacked(view: TableView) -> bool:
 
 
 def let_go(view: TableView) -> bool:
+    """Returns whether the gripper is open and cube 0 at rest."""
     return not view.closing and view.opening > 0.75 and view.speed < 0.05
 
 
@@ -197,6 +199,7 @@ def let_go(view: TableView) -> bool:
 
 
 def near(distance: float) -> float:
+    """Returns 1 at distance 0, and less at a larger distance in metres: 0.62 at 5 cm, 0.34 at 10 cm."""
     return float(1 - np.tanh(8 * distance))
 
 
@@ -208,7 +211,9 @@ def push_progress(view: TableView) -> float:
     """Returns the progress of a push, 0 to 1. The fingertips have to be behind cube 0: in front of it they are as near,
     but can not push."""
     behind = over(view.cubes[0][:2] - push_axis(view) * BEHIND, PUSH_DEPTH)
-    return 0.3 * near(float(np.linalg.norm(view.tip - behind))) + 0.7 * near(flat(view.cubes[0], view.goal))
+    return 0.3 * near(float(np.linalg.norm(view.tip - behind))) + 0.7 * near(
+        horizontal_distance(view.cubes[0], view.goal)
+    )
 
 
 def lift_progress(view: TableView) -> float:
@@ -226,7 +231,7 @@ def place_progress(view: TableView) -> float:
 # Experts
 
 
-def flat(a: NDArray, b: NDArray) -> float:
+def horizontal_distance(a: NDArray, b: NDArray) -> float:
     """Returns the horizontal distance of two points."""
     return float(np.hypot(a[0] - b[0], a[1] - b[1]))
 
@@ -243,13 +248,14 @@ def aim(goal: NDArray, gripper: float) -> NDArray:
 
 
 def over(point: NDArray, height: float) -> NDArray:
+    """Returns the position [3] above or below a point [2 or 3], at `height`."""
     return np.array([point[0], point[1], height])
 
 
 def descend(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDArray:
     """Returns the aim [4] of an approach to `goal` from above: first up if the fingertips are low and aside, then over
     the goal, then down."""
-    aside = flat(view.tip, goal)
+    aside = horizontal_distance(view.tip, goal)
     if aside < 0.008:
         return aim(goal, gripper)
     if aside > 0.03 and view.tip[2] < hover - 0.02:
@@ -261,14 +267,14 @@ def funnel(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDAr
     """Returns the aim [4] that leads to `goal` from above, the lower the nearer. A height that is continuous in the
     horizontal distance can be learned by a policy that knows this distance to a centimetre only; one that jumps can
     not."""
-    share = np.clip((flat(view.tip, goal) - SURE) / 0.02, 0, 1)
+    share = np.clip((horizontal_distance(view.tip, goal) - SURE) / 0.02, 0, 1)
     return aim(over(goal, goal[2] + share * (hover - goal[2])), gripper)
 
 
 def grasp(view: TableView) -> NDArray:
     """Returns the aim [4] that grasps cube 0."""
     cube = view.cubes[0]
-    around = flat(view.tip, cube) < SURE and view.tip[2] < cube[2] + 0.02
+    around = horizontal_distance(view.tip, cube) < SURE and view.tip[2] < cube[2] + 0.02
     if around and (not view.closing or view.opening > 0.65):
         return aim(cube, 1.0)
     return funnel(view, cube, max(HOVER, cube[2] + 0.05), -1.0)
@@ -286,8 +292,8 @@ def lift_expert(view: TableView) -> NDArray:
 
 def place_expert(view: TableView) -> NDArray:
     """Returns the aim [4] that picks cube 0 up, carries it over its goal, sets it down, opens and withdraws."""
-    off = view.cubes[0] - view.goal
-    at_goal = bool(np.linalg.norm(off[:2]) < 0.01 and abs(off[2]) < 0.006)
+    error = view.cubes[0] - view.goal
+    at_goal = bool(np.linalg.norm(error[:2]) < 0.01 and abs(error[2]) < 0.006)
     if at_goal:
         return aim(over(view.tip, view.goal[2] if view.opening < 0.9 else CARRY), -1.0)
     if held(view):
@@ -297,8 +303,8 @@ def place_expert(view: TableView) -> NDArray:
 
 def push_expert(view: TableView) -> NDArray:
     """Returns the aim [4] that goes behind cube 0 with closed fingers and pushes against the middle of a face, along
-    the axis of the table on which the cube is further from its goal. While it pushes, the aim is one position before
-    the pad: one a step ahead of the fingers would be no further off than a policy's error."""
+    the axis of the table on which the cube is further from its goal. While it pushes, the aim is one fixed
+    position before the pad: an aim only a step ahead of the fingers would be nearer than a policy's error."""
     cube, ahead = view.cubes[0][:2], push_axis(view)
     from_cube = view.tip[:2] - cube
     along = float(from_cube @ ahead)

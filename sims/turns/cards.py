@@ -32,6 +32,7 @@ class Deal:
         return f"{COUNTS[count - 1] if rule == 'count' else colour} {self.right + 1}"
 
     def image(self) -> Image.Image:
+        """Draws the card to match and, to its right, the cards to choose from."""
         return Image.fromarray(np.concatenate([card(*one) for one in (self.wanted, *self.choices)], axis=1))
 
 
@@ -43,11 +44,12 @@ def deal(seed: int, number: int, rule: Literal["count", "colour"], choices: int)
     wanted, right = (int(counts[0]), str(colours[0])), int(rng.integers(choices))
     cards = []
     for index in range(choices):
-        other = index + 1 - (index > right) if index != right else 0
+        # index of the property in `counts` or `colours`: 0 for the right card, another one for each wrong card
+        property_index = index + 1 - (index > right) if index != right else 0
         if rule == "count":
-            cards.append((int(counts[other]), str(rng.choice(list(COLORS)))))
+            cards.append((int(counts[property_index]), str(rng.choice(list(COLORS)))))
         else:
-            cards.append((int(rng.integers(len(SPOTS))) + 1, str(colours[other])))
+            cards.append((int(rng.integers(len(SPOTS))) + 1, str(colours[property_index])))
     return Deal(wanted, tuple(cards), right)
 
 
@@ -86,5 +88,6 @@ class CardGame(Environment):
         return Reply([self._shown("")], reward=won / self.rounds, error=error, facts=facts)
 
     def _shown(self, text: str) -> Message:
+        """Returns a message with the image of the current round and `text`, if any."""
         image = deal(self.seed, self.number, self.rule, self.choices).image()
         return Message("user", (image, text) if text else (image,))

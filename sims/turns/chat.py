@@ -22,7 +22,9 @@ def message(written: Mapping[str, Any]) -> Message:
     {"type": "image_url", "image_url": {"url": "data:image/..."}}. Raises ValueError for other parts."""
     content = written.get("content")
     parts = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
-    return Message(str(written["role"]), tuple(part for part in parts if part != "") or (" ",))
+    return Message(
+        str(written["role"]), tuple(part for part in parts if part != "") or (" ",)
+    )  # a message needs a part
 
 
 def _part(part: Mapping[str, Any]) -> Part:

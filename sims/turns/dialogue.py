@@ -16,15 +16,15 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Fault(Exception):
-    """Raised for a fault of an environment by which the rollout is lost. The message says what is wrong."""
+    """Raised if an environment breaks a rule, so that the rollout is lost. The message says what is wrong."""
 
 
 class Dialogue:
     """Runs the environment of a conversation and checks its replies. If the environment raises, gives an invalid reply
     or exceeds the limits, the conversation ends and is lost.
 
-    prompt: that of the rollout, with the first messages of the conversation. end: why the conversation has ended (see
-    `Conversation`); None while it continues.
+    prompt: the prompt of the rollout, with the first messages of the conversation. end: why the conversation has ended
+    (see `Conversation`); None while it continues.
     """
 
     def __init__(self, environment: Environment, prompt: Prompt, limits: TurnLimits) -> None:
@@ -69,10 +69,11 @@ class Dialogue:
         self.finish("length")
 
     def finish(self, end: str) -> None:
+        """Ends the conversation and closes the environment. end: the reason, see `Conversation`."""
         self.end = end
         try:
             self._environment.close()
-        except Exception as error:  # nothing depends on it any more
+        except Exception as error:  # it is recorded, but loses no rollout: the conversation is over
             self.problem = self.problem or (str(error) if isinstance(error, Fault) else describe_error(error))
 
     def join(self, first: Prompt) -> None:
@@ -86,10 +87,12 @@ class Dialogue:
 
     @property
     def record(self) -> Conversation:
+        """The whole conversation, after its end."""
         assert self.end is not None
         return Conversation(self.prompt.messages, tuple(self.turns), self.end, self.problem)
 
     def _lose(self, why: str) -> None:
+        """Ends the conversation as lost: its rollout is not trained on."""
         self.problem = why
         self.finish("lost")
 
@@ -114,7 +117,7 @@ class Dialogue:
 
 
 def within(messages: Sequence[Message], limits: TurnLimits, images: int = 0, pixels: int = 0) -> None:
-    """Raises Fault if an observation exceeds a limit. images, pixels: the numbers of earlier observations, which count
+    """Raises Fault if an observation exceeds a limit. images, pixels: how many earlier observations had, which count
     too."""
     if any(message.videos for message in messages):
         raise Fault("an observation may hold only text and images, but has a video; show its frames as images")
@@ -148,12 +151,12 @@ def _is_part(part: object) -> bool:
 def _alike(one: tuple[Message, ...], other: tuple[Message, ...]) -> bool:
     """Returns whether two lists of messages are equal, pixels included."""
 
-    def shown(part: str | Image.Image | Video) -> object:
+    def comparable(part: str | Image.Image | Video) -> object:
         if isinstance(part, Video):
-            return [part.fps, *map(shown, part.frames)]
+            return [part.fps, *map(comparable, part.frames)]
         return part if isinstance(part, str) else (part.size, part.tobytes())
 
     def content(messages: tuple[Message, ...]) -> list[object]:
-        return [(m.role, [shown(part) for part in m.parts]) for m in messages]
+        return [(m.role, [comparable(part) for part in m.parts]) for m in messages]
 
     return content(one) == content(other)

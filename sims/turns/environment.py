@@ -37,7 +37,8 @@ class Environment(ABC):
         """Returns the first messages of the conversation."""
 
     @abstractmethod
-    def step(self, response: str) -> Reply: ...
+    def step(self, response: str) -> Reply:
+        """Plays one turn: takes a response of the policy and returns the reply to it."""
 
     def tools(self) -> Sequence[dict[str, Any]]:
         """Returns the JSON schemas of tools for the chat template."""

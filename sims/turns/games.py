@@ -150,7 +150,7 @@ class OpenEnv(Game):
     )
     image: str | None = option(None, "field that holds an image: a file in base64, or numbers [height, width, 3]")
     instruction: str = option("", "what is to be done, after the first observation")
-    won: float = option(1.0, "rewards that together make a success, at the end")
+    won: float = option(1.0, "a game is a success if its rewards add up to at least this")
 
     @model_validator(mode="after")
     def _one_place(self) -> OpenEnv:
@@ -186,7 +186,7 @@ class Verifiers(Game):
     env: str | None = option(None, "id of an installed environment, as verifiers.load_environment takes it")
     target: str | None = option(None, "package.module:name of a function that returns an environment; this or env")
     kwargs: dict[str, Any] = option({}, "arguments of the environment")
-    won: float = option(1.0, "reward that makes a success")
+    won: float = option(1.0, "a game is a success if its reward is at least this")
 
     @model_validator(mode="after")
     def _one_place(self) -> Verifiers:

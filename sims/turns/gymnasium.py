@@ -59,11 +59,11 @@ class GymnasiumWorld(Environment):
         self.settings, self.image = settings, settings.image
         if self.image is None and not observes_images(settings.env, json.dumps(settings.kwargs)):
             self.image = RENDER
-        drawn = self.image == RENDER or isinstance(settings, BabyAIGame)
-        self.env = make_env(settings, rendered=drawn)
+        needs_render = self.image == RENDER or isinstance(settings, BabyAIGame)
+        self.env = make_env(settings, rendered=needs_render)
         spaces = self.env.observation_space
         keys = spaces.spaces if isinstance(spaces, gymnasium.spaces.Dict) else {}
-        if not drawn and self.image is not None and self.image not in keys:
+        if not needs_render and self.image is not None and self.image not in keys:
             raise UserError(
                 f"task.game.image={self.image}: the observation of {settings.env} has no such key; it has "
                 f"{', '.join(keys) or 'none'}; set it to one of these, or to render for the image of render()"

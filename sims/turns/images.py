@@ -58,18 +58,18 @@ def _elsewhere(box: tuple[float, float, float, float], image: Image.Image) -> tu
     """Returns a box of the same size elsewhere, if possible without overlap. It is pseudo-random: the image and the box
     are the seed.
 
-    It is selected among the cells of a grid of that cell size. These are counted, not listed, since a tiny box has a
-    huge grid.
+    It is a cell of the grid whose cells have the size of the box. Cells are counted, not listed, since the grid of a
+    tiny box is huge.
     """
     width, height = box[2] - box[0], box[3] - box[1]
     digest = hashlib.sha256(image.tobytes() + repr(box).encode()).digest()
     columns, rows = max(1, int(1 / width + 1e-6)), max(1, int(1 / height + 1e-6))
     across, down = _overlapping(box[0], width, columns), _overlapping(box[1], height, rows)
     overlapping = [column * rows + row for column in across for row in down]
-    apart = columns * rows - len(overlapping)
-    index = int.from_bytes(digest[:4], "big") % (apart or len(overlapping))
-    if apart:
-        for taken in overlapping:  # in ascending order: the index counts the others
+    num_apart = columns * rows - len(overlapping)
+    index = int.from_bytes(digest[:4], "big") % (num_apart or len(overlapping))
+    if num_apart:
+        for taken in overlapping:  # in ascending order; the index counts only cells that do not overlap
             index += taken <= index
     x, y = index // rows * width, index % rows * height
     return x, y, x + width, y + height
@@ -122,16 +122,20 @@ def _part(whole: Image.Image, box: tuple[float, float, float, float]) -> Image.I
 
 
 def rotate() -> Tool:
+    """Returns a tool that turns an image."""
+
     def turn(scene: Scene, degrees: Annotated[int, "clockwise; a multiple of 90"], image: Number = 0) -> Image.Image:
         """Shows an image turned clockwise."""
         if degrees % 90:
             raise ToolError("degrees must be a multiple of 90")
-        return _alike(scene, image, lambda one: one.rotate(-degrees, expand=True))
+        return _change_both(scene, image, lambda one: one.rotate(-degrees, expand=True))
 
     return Tool.of(turn, "rotate")
 
 
 def flip() -> Tool:
+    """Returns a tool that mirrors an image."""
+
     def mirror(
         scene: Scene,
         axis: Annotated[Literal["horizontal", "vertical"], "horizontal: left becomes right"],
@@ -139,12 +143,14 @@ def flip() -> Tool:
     ) -> Image.Image:
         """Shows an image mirrored."""
         method = Image.Transpose.FLIP_LEFT_RIGHT if axis == "horizontal" else Image.Transpose.FLIP_TOP_BOTTOM
-        return _alike(scene, image, lambda one: one.transpose(method))
+        return _change_both(scene, image, lambda one: one.transpose(method))
 
     return Tool.of(mirror, "flip")
 
 
 def mark() -> Tool:
+    """Returns a tool that draws a box on an image."""
+
     def frame(
         scene: Scene,
         left: Annotated[float, "x of the box's left side"],
@@ -157,13 +163,14 @@ def mark() -> Tool:
         scene.image(image)
         box = _box(scene, left, top, right, bottom, image)
         scene.facts |= {"box": list(box), "image": image}
-        return _alike(scene, image, lambda one: framed(one, box))
+        return _change_both(scene, image, lambda one: framed(one, box))
 
     return Tool.of(frame, "mark")
 
 
 def framed(image: Image.Image, box: tuple[float, float, float, float], colour: str = "red") -> Image.Image:
-    """Returns a copy with a frame around a box, whose numbers are fractions of its width and height."""
+    """Returns a copy of the image with a frame around a box (left, top, right, bottom), in fractions of its width and
+    height."""
     drawn = image.convert("RGB")
     width, height = drawn.size
     x0, x1 = (min(width - 1, max(0, round(share * width))) for share in (box[0], box[2]))
@@ -172,7 +179,7 @@ def framed(image: Image.Image, box: tuple[float, float, float, float], colour: s
     return drawn
 
 
-def _alike(scene: Scene, number: int, change) -> Image.Image:  # type: ignore[no-untyped-def]
-    """Applies `change` to an image and to its shown version; returns the shown one."""
+def _change_both(scene: Scene, number: int, change) -> Image.Image:  # type: ignore[no-untyped-def]
+    """Applies `change` to the original of an image and to the version that the policy saw. Returns the latter."""
     whole = scene.image(number)
     return scene.show(change(whole), change(scene.shown[number]))

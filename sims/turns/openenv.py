@@ -13,12 +13,12 @@ from mmrl.sims.turns.chat import Part, joined, read_image
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.games import OpenEnv
 
-OURS = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
+NOT_OBSERVED = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
 
 
 def make_env(settings: OpenEnv) -> Any:
-    """Returns an environment, or a client of one, with `reset(seed=...)` and `step(action)`. Raises UserError where the
-    server can not be reached."""
+    """Returns an environment, or a client of one, with `reset(seed=...)` and `step(action)`. Raises UserError if the
+    server cannot be reached."""
     if settings.target is not None:
         return locate(settings.target, "task.game.target")()
     try:
@@ -28,11 +28,13 @@ def make_env(settings: OpenEnv) -> Any:
     client = GenericEnvClient(base_url=settings.address).sync()
     try:
         return client.connect()
-    except Exception as error:  # whatever its sockets say
+    except Exception as error:  # the client raises many kinds of network errors
         raise UserError(f"task.game.address={settings.address}: {' '.join(str(error).split())}") from None
 
 
 class OpenEnvWorld(Environment):
+    """An environment of OpenEnv as a multi-turn environment. earned: the sum of the rewards of the game so far."""
+
     def __init__(self, settings: OpenEnv) -> None:
         self.settings, self.env, self.earned = settings, make_env(settings), 0.0
         self.action = None if settings.action is None else locate(settings.action, "task.game.action")
@@ -56,8 +58,8 @@ class OpenEnvWorld(Environment):
         self.env.close()
 
     def _outcome(self, result: Any) -> tuple[dict[str, Any], float, bool]:
-        """Returns observation, reward and whether the game has ended. A client's result holds the observation as a
-        mapping; that of an environment itself is a model with reward and done among its fields."""
+        """Returns observation, reward and whether the game has ended. A client's result has the observation as a
+        mapping; the result of an environment in this process is a pydantic model with reward and done as fields."""
         observation = result.observation if self.settings.target is None else result.model_dump()
         return dict(observation), float(result.reward or 0.0), bool(result.done)
 
@@ -70,9 +72,10 @@ class OpenEnvWorld(Environment):
         return fields if self.action is None else self.action(**fields)
 
     def _shown(self, observation: Mapping[str, Any]) -> tuple[Part, ...]:
+        """Returns the parts of the message that shows an observation: the image, if any, and the fields as text."""
         settings = self.settings
         images = [] if settings.image is None else [read_image(observation[settings.image])]
-        names = settings.text or [name for name in observation if name not in (*OURS, settings.image)]
+        names = settings.text or [name for name in observation if name not in (*NOT_OBSERVED, settings.image)]
         if settings.text is not None and len(names) == 1:
             return joined([*images, str(observation[names[0]])])
         fields = {name: observation[name] for name in names}

@@ -62,13 +62,13 @@ class RemoteEnvironment(Environment):
 
     def start(self, prompt: Prompt) -> Sequence[Message]:
         answer = self._call(("start", prompt))
-        tools = _plain(answer.get("tools"))
+        tools = _parsed(answer.get("tools"))
         self._tools = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
         return answer.get("messages", ())
 
     def step(self, response: str) -> Reply:
         answer = self._call(("step", response))
-        reward, facts = answer.get("reward"), _plain(answer.get("facts"))
+        reward, facts = answer.get("reward"), _parsed(answer.get("facts"))
         if not isinstance(reward, int | float) or not isinstance(facts, dict):
             raise Fault("step() of the environment must give a number as reward and a mapping of facts")
         tool, error = (None if answer.get(key) is None else str(answer[key]) for key in ("tool", "error"))
@@ -103,16 +103,19 @@ class RemoteEnvironment(Environment):
             answer = self._worker.call(request, deadline, self._processes.max_bytes)
         except (TimeoutError, ConnectionError) as error:
             self._worker = None
-            late = f"no answer within {self._processes.key}.isolated.deadline_s={deadline:g} s"
-            raise Fault(late if isinstance(error, TimeoutError) else str(error)) from None
+            timeout = f"no answer within {self._processes.key}.isolated.deadline_s={deadline:g} s"
+            raise Fault(timeout if isinstance(error, TimeoutError) else str(error)) from None
         if "raised" in answer:
             raise Fault(str(answer["raised"]))
         return answer
 
 
 def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str, Any]]:
-    """Returns the function that answers requests in a worker, which runs one conversation after the other."""
-    playing: list[Environment] = []
+    """Returns the function that answers requests in a worker, which runs one conversation after another.
+
+    A request is ("start", prompt), ("step", response) or ("close", None).
+    """
+    playing: list[Environment] = []  # the environment of the running conversation, if there is one
 
     def answer(request: tuple[str, Any]) -> dict[str, Any]:
         try:
@@ -150,12 +153,13 @@ def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> lis
 
 
 def _packed(part: str | Image.Image | Video) -> Any:
+    """Returns a part of a message with its images converted to RGB."""
     if isinstance(part, Video):
         return replace(part, frames=tuple(map(_packed, part.frames)))
     return to_rgb(part) if isinstance(part, Image.Image) else part
 
 
-def _plain(text: Any) -> Any:
+def _parsed(text: Any) -> Any:
     """Parses JSON from a worker. Raises Fault if it is not JSON."""
     try:
         return json.loads(text)

@@ -24,7 +24,7 @@ class TurnLimits(Section):
     )
     max_text: int = option(4000, "text of one observation", unit="characters", ge=1)
     max_images: int = option(16, "images that a conversation's observations hold together", ge=0)
-    max_pixels: int = option(4_000_000, "pixels that they hold together", unit="pixels", ge=0)
+    max_pixels: int = option(4_000_000, "pixels of all these images together", unit="pixels", ge=0)
 
 
 class Isolation(Section):
@@ -48,12 +48,12 @@ class EnvironmentSettings(Choice):
     isolated: Isolation | None = option(
         None,
         "run environments in processes of their own, so that one that hangs or ends its process costs its own rollout; "
-        "null: in this process, in turn, which is quicker for what is quick and trusted",
+        "null: in this process, one after another, which is faster if they are fast and trusted",
     )
     deadline_s: float = option(
         60.0,
         "the longest that an environment in this process may take for a start or a step; one that takes longer loses "
-        "its rollout. Of isolated ones isolated.deadline_s",
+        "its rollout. For isolated environments isolated.deadline_s counts instead",
         unit="s",
         gt=0,
     )
@@ -86,7 +86,7 @@ class ToolSettings(Choice):
         "function": "mmrl.sims.turns.settings:Function",
     }
     test: ClassVar[str] = "tests/sims/test_tools.py"
-    reward: float = option(0.0, "of the turn of a call that was carried out, for credit by turn such as turn_returns")
+    reward: float = option(0.0, "reward of a turn whose call succeeded, for credit by turn such as turn_returns")
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -165,7 +165,10 @@ class Ocr(ToolSettings):
 
     type: str = "ocr"
     pixels: int = option(
-        500_000, "what is read is averaged down to this; half a million takes some seconds", unit="pixels", ge=1
+        500_000,
+        "larger images are reduced to this before reading; half a million takes some seconds",
+        unit="pixels",
+        ge=1,
     )
     characters: int = option(1000, "largest number of characters of a result", unit="characters", ge=1)
     threads: int = option(1, "threads of the CPU that read", ge=1)

@@ -264,19 +264,22 @@ class ToolEnvironment(Environment):
             return self._failed(tool.name, str(error))
         except Exception as error:  # a user's tool may raise anything: the policy gets the message
             return self._failed(tool.name, describe_error(error))
-        paid = self._rewards.get(tool.name, 0.0)
-        return Reply((Message("user", parts),), reward=paid, tool=tool.name, facts=self._scene.facts)
+        reward = self._rewards.get(tool.name, 0.0)
+        return Reply((Message("user", parts),), reward=reward, tool=tool.name, facts=self._scene.facts)
 
     def _failed(self, tool: str | None, why: str) -> Reply:
+        """Returns the reply to a call that failed: the policy reads the reason."""
         return Reply((Message("user", (f"error: {why}",)),), tool=tool, error=why)
 
     def _shown(self, part: str | Image.Image | Video) -> str | Image.Image | Video:
+        """Adds an image of the prompt to the scene. Returns the part as the policy sees it."""
         if isinstance(part, str | Video):
             return part
         return self._scene.show(part, part if self._shown_pixels is None else fitted(part, self._shown_pixels))
 
 
 def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    """Returns messages with `text` added to the system message, or as a new system message."""
     if messages and messages[0].role == "system":
         return [replace(messages[0], parts=(*messages[0].parts, f"\n{text}")), *messages[1:]]
     return [Message("system", (text,)), *messages]
@@ -287,6 +290,6 @@ def fitted(image: Image.Image, pixels: int) -> Image.Image:
     width, height = image.size
     if width * height <= pixels:
         return image
-    by = (pixels / (width * height)) ** 0.5
-    size = (max(1, int(width * by + 1e-6)), max(1, int(height * by + 1e-6)))
+    scale = (pixels / (width * height)) ** 0.5
+    size = (max(1, int(width * scale + 1e-6)), max(1, int(height * scale + 1e-6)))
     return image.resize(size, Image.Resampling.BOX)

@@ -34,7 +34,7 @@ def load_env(env: str | None, target: str | None, kwargs: str) -> Any:
         return (
             locate(target, "task.game.target")(**arguments) if target else verifiers.load_environment(env, **arguments)
         )
-    except Exception as error:  # anybody's code
+    except Exception as error:  # third-party code may raise anything
         raise UserError(f"task.game: {target or env} can not be made: {describe_error(error)}") from None
 
 
@@ -54,7 +54,7 @@ class VerifiersWorld(Environment):
         self.env = load_env(settings.env, settings.target, json.dumps(settings.kwargs))
         self.events: queue.Queue[Any] = queue.Queue()
         self.waiting: Future[str] | None = None
-        self.messages: list[dict[str, Any]] = []  # messages
+        self.messages: list[dict[str, Any]] = []  # all messages of the conversation so far
         self.schemas: Sequence[dict[str, Any]] = ()
 
     def start(self, prompt: Prompt) -> Sequence[Message]:
@@ -97,12 +97,14 @@ class VerifiersWorld(Environment):
         return tuple(message(one) for one in written[count + (1 if count else 0) :])
 
     def _play(self, row: dict[str, Any]) -> None:
+        """Runs the rollout of a dataset row and puts its result, or its error, into `events`."""
         try:
             self.events.put(("ended", asyncio.run(self._rollout(row))))
         except BaseException as error:  # raised in the thread that waits for it, if any
             self.events.put(("failed", RuntimeError(describe_error(error))))
 
     async def _rollout(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Runs the package's rollout and its rubric. Returns the final state, with reward and metrics."""
         state = await self.env.rollout(row, policy_client(self.events), "policy", {})
         if state.get("error") is not None:
             raise RuntimeError(f"the environment failed: {state['error']!r}")
@@ -158,9 +160,11 @@ def called(text: str, tools: object) -> list[tuple[str, str]]:
 
 
 def schema(tool: Any) -> dict[str, Any]:
+    """Returns the JSON schema of a tool of the package, in the format of chat templates."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Returns the numeric metrics of a rubric as facts "metric/NAME"."""
     return {f"metric/{name}": float(value) for name, value in metrics.items() if isinstance(value, int | float)}

@@ -13,7 +13,7 @@ FLAGS = ("terminated", "truncated", "success", "valid")
 
 
 class SimulatorFault(RuntimeError):
-    """Raised for a fault of a simulator by which an episode is lost."""
+    """Raised if a simulator breaks its interface, so that an episode is lost."""
 
 
 def check_facts(name: str, simulator: Simulator) -> None:
@@ -46,6 +46,7 @@ def misfit(transition: object, rows: int, length: int | None, simulator: Simulat
     rows; length: its number of actions, None for a reset."""
     if not isinstance(transition, Transition):
         return f"must give a Transition, not {type(transition).__name__}"
+    # shape, NumPy kinds of dtype ("B": exactly uint8), and the name of the type in messages
     expected_arrays: dict[str, tuple[tuple[int, ...], str, str]] = {
         "images": ((rows, *simulator.image_shape), "B", "uint8"),
         "state": ((rows, simulator.state_dim), "iuf", "numbers"),
@@ -75,6 +76,7 @@ def mark_nonfinite(transition: Transition) -> None:
 
 
 def _described(value: object) -> str:
+    """Returns type and shape or length of a value, for messages."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Full episodes of a policy in a simulator, whose rows step all at once or in shares."""
+"""Full episodes of a policy in a simulator, whose rows step all together or in shares."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def play(
 ) -> None:
     """Plays the episodes that `sim.reset` has started to their ends.
 
-    act(observation, rows): returns chunks of actions [B, C, A] to execute one after the other in `rows` (indices of the
-        running rows of a share), and a context of any type.
+    act(observation, rows): returns a list of chunks of actions [B, C, A], which are executed one after another in
+        `rows` (indices of the running rows of a share), and a context of any type.
     tell(rows, steps, context): gets the results of the chunks and that context.
     max_chunks: an episode that has not ended after so many chunks is dropped.
     following(row): returns the next start (seed and task) of a row whose episode has ended, or None.
@@ -39,6 +39,7 @@ def play(
     with ThreadPoolExecutor(len(sim.shares), thread_name_prefix="turns") as pool:
 
         def begin(share: NDArray[np.int64], observation: Observation) -> None:
+            """Gets actions for the running rows of a share, and starts to execute them."""
             rows = share[sim.running[share]]
             if not len(rows):
                 return
@@ -63,7 +64,7 @@ def play(
             return observation
 
         for share in sim.shares:
-            begin(share, refilled(share[share < len(sim.seeds)], sim.observation()))  # not all could start
+            begin(share, refilled(share[share < len(sim.seeds)], sim.observation()))  # later rows had no start
         while in_flight:
             share, rows, context, result = in_flight.popleft()
             steps = result()

@@ -258,9 +258,11 @@ class VectorSim:
         return self._observation
 
     def _rows(self, active: ArrayLike | None) -> NDArray[np.int64]:
+        """Returns the indices of the rows that are running and `active`."""
         return np.flatnonzero(self._running if active is None else self._running & np.asarray(active))
 
     def _actions(self, actions: ArrayLike) -> NDArray[np.float64]:
+        """Returns actions as an array. Raises UserError unless they are [B, C, A] with C at least 1."""
         chunk = np.asarray(actions, dtype=np.float64)
         num_envs, action_dim = len(self), self.simulator.action_dim
         if chunk.ndim != 3 or (chunk.shape[0], chunk.shape[2]) != (num_envs, action_dim) or chunk.shape[1] == 0:
@@ -285,6 +287,7 @@ class VectorSim:
         return started.errors
 
     def _instruction(self, row: int) -> str:
+        """Returns the instruction of a row. Raises UserError if the simulator gives no text."""
         text = self.simulator.instruction(row)
         if not isinstance(text, str):
             raise UserError(f"simulator {self.name!r}: instruction must give text, not {type(text).__name__}")

@@ -55,12 +55,12 @@ def cameras_of(simulator: object) -> tuple[str, ...]:
     return tuple(simulator.cameras) if isinstance(simulator, NamedCameras) else ("camera",)
 
 
-Bounds = tuple[NDArray[np.float64], NDArray[np.float64]]  # lowest and highest, [action] each
+Bounds = tuple[NDArray[np.float64], NDArray[np.float64]]  # lowest and highest values, [action] each
 
 
 @runtime_checkable
 class BoundedActions(Protocol):
-    """A simulator whose actions have other bounds than -1 and 1; None: they have these."""
+    """A simulator that declares the bounds of its actions. None stands for -1 and 1."""
 
     action_bounds: Bounds | None
 

@@ -19,7 +19,7 @@ class CallWatch:
 
     def __init__(self, name: str, limit_s: float | None) -> None:
         self.name, self.limit_s = name, limit_s
-        self._calls: dict[object, tuple[str, float]] = {}  # calls without a warning yet: name, and time of the warning
+        self._calls: dict[object, tuple[str, float]] = {}  # by call without a warning yet: its name, and when to warn
         self._lock = threading.Lock()
         self._watching = False  # whether the thread runs
         self._thread: threading.Thread | None = None
@@ -34,8 +34,8 @@ class CallWatch:
         call = object()
         with self._lock:
             self._calls[call] = call_name, time.monotonic() + self.limit_s
-            begins, self._watching = not self._watching, True
-        if begins:
+            starts_thread, self._watching = not self._watching, True
+        if starts_thread:
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
             self._thread.start()
         try:
@@ -51,10 +51,11 @@ class CallWatch:
             self._thread.join()
 
     def _watch(self) -> None:
-        while (wait := self._report_late()) is not None:
+        """Waits for calls to become due, until there are none."""
+        while (wait := self._warn_of_overdue()) is not None:
             self._closed.wait(wait)  # a call that begins meanwhile is due later than these
 
-    def _report_late(self) -> float | None:
+    def _warn_of_overdue(self) -> float | None:
         """Warns of calls that take too long. Returns the seconds until the next call is due, None if there is none."""
         now = time.monotonic()
         with self._lock:

@@ -118,39 +118,39 @@ class Workers:
         ]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
-        def reset_rows(worker: SimulatorWorker, indices: list[int], local: list[int]) -> dict[str, Any]:
-            """indices: positions in `rows`, `seeds` and `tasks`; local: the same rows as the worker numbers them."""
+        def reset_rows(worker: SimulatorWorker, indices: list[int], local_rows: list[int]) -> dict[str, Any]:
+            """Resets some rows of one worker. indices: their positions in `rows`; local_rows: their numbers there."""
             fields = {"seeds": [int(seeds[i]) for i in indices], "tasks": [tasks[i] for i in indices]}
-            reply = worker.ask("reset", rows=local, **fields)
-            worker.instructions |= dict(zip(local, reply["instructions"], strict=True))
+            reply = worker.ask("reset", rows=local_rows, **fields)
+            worker.instructions |= dict(zip(local_rows, reply["instructions"], strict=True))
             return reply
 
         return self._gather(rows, 0, {}, reset_rows)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
-        def move(worker: SimulatorWorker, indices: list[int], local: list[int]) -> dict[str, Any]:
-            return worker.ask("step", rows=local, actions=actions[indices])
+        def step_rows(worker: SimulatorWorker, indices: list[int], local_rows: list[int]) -> dict[str, Any]:
+            return worker.ask("step", rows=local_rows, actions=actions[indices])
 
         workers_and_rows = [self._worker_and_row(row) for row in rows]
         lost = {
             i: worker.fault for i, (worker, local) in enumerate(workers_and_rows) if local not in worker.instructions
         }
         errors = {i: SimulatorError(f"its worker was replaced: {fault}") for i, fault in lost.items()}
-        return self._gather(rows, actions.shape[1], errors, move)
+        return self._gather(rows, actions.shape[1], errors, step_rows)
 
     def instruction(self, row: int) -> str:
         worker, local = self._worker_and_row(row)
         return worker.instructions[local]
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
-        """Returns actions as `Simulator.expert`. Those of rows whose worker fails are 0; the next step reports the
-        loss."""
+        """Returns actions as `Simulator.expert`. Rows whose worker fails get 0; the next step reports that
+        their episodes are lost."""
         actions = np.zeros((len(rows), length, self.action_dim), np.float32)
 
-        def plan(worker: SimulatorWorker, indices: list[int], local: list[int]) -> None:
-            if all(row in worker.instructions for row in local):
+        def plan(worker: SimulatorWorker, indices: list[int], local_rows: list[int]) -> None:
+            if all(row in worker.instructions for row in local_rows):
                 with suppress(SimulatorError):
-                    actions[indices] = worker.ask("expert", rows=local, length=length)["actions"]
+                    actions[indices] = worker.ask("expert", rows=local_rows, length=length)["actions"]
 
         self._each(range(len(rows)), rows, plan)
         return actions
@@ -170,14 +170,15 @@ class Workers:
         lost: Mapping[int, SimulatorError],
         ask: Callable[[SimulatorWorker, list[int], list[int]], Mapping[str, Any]],
     ) -> Transition:
-        """Calls `ask` for each worker with rows, and merges the replies into one transition of `length` actions. lost:
-        errors of rows that are not stepped, by index in `rows`."""
+        """Calls ask(worker, indices in `rows`, numbers of these rows in the worker) for each worker with rows, and
+        merges the replies into one transition of `length` actions. lost: by index in `rows`, the errors of rows that
+        are left out."""
         out = Transition.empty(len(rows), length, self.image_shape, self.state_dim)
         out.errors = [lost.get(i) for i in range(len(rows))]
 
-        def merge(worker: SimulatorWorker, indices: list[int], local: list[int]) -> None:
+        def merge(worker: SimulatorWorker, indices: list[int], local_rows: list[int]) -> None:
             try:
-                _merge(ask(worker, indices, local), out, indices)
+                _merge(ask(worker, indices, local_rows), out, indices)
             except SimulatorError as error:
                 for i in indices:
                     out.errors[i] = error
@@ -237,7 +238,7 @@ class SimulatorWorker:
     def ready(self) -> dict[str, Any]:
         """Waits until the simulator is made. Returns its attributes."""
         if self._facts is None:
-            self._facts = self._exchange(self.recipe, START_S, START_S)  # it is silent until Python is up
+            self._facts = self._exchange(self.recipe, START_S, START_S)  # no heartbeat comes until Python has started
         return self._facts
 
     def ask(self, kind: str, **fields: object) -> dict[str, Any]:
@@ -254,6 +255,8 @@ class SimulatorWorker:
         self.child.stop(LEAVE_S if self._facts is not None else 0)
 
     def _exchange(self, fields: dict[str, Any], limit_s: float, silent_s: float) -> dict[str, Any]:
+        """Sends a request and returns the reply. Replaces the worker and raises SimulatorError if it fails, takes
+        longer than `limit_s`, or sends no heartbeat for `silent_s`."""
         try:
             return self.child.ask(encode(fields), limit_s, silent_s=silent_s)
         except (ConnectionError, TimeoutError, Raised) as error:

@@ -189,6 +189,7 @@ def play_expert(
     empty."""
     observation = sim.reset([seed for _, seed in starts], [task for task, _ in starts])
     instructions = observation.instructions
+    # of each row: image, state, action and reward of every step
     steps: list[list[tuple[NDArray, NDArray, NDArray, NDArray]]] = [[] for _ in starts]
     success, recorded, disturber = np.zeros(len(sim), bool), [], ActionDisturber(disturbance, len(sim), rng)
     finals, terminated = dict[int, Observation](), np.zeros(len(sim), bool)
@@ -206,9 +207,9 @@ def play_expert(
     for row, (task, seed) in enumerate(starts):
         if steps[row] and (success[row] or not successful_only):
             images, state, actions, rewards = (np.stack(column) for column in zip(*steps[row], strict=True))
-            # What the executed actions earned says nothing about others, which the expert would have taken.
-            earned = record_executed or not disturbance.changes_actions
-            to_go = RewardsToGo(rewards, np.arange(len(rewards)), float(success[row])) if earned else None
+            # Rewards belong to the executed actions; they are left out if the expert's undisturbed ones are recorded.
+            has_rewards = record_executed or not disturbance.changes_actions
+            to_go = RewardsToGo(rewards, np.arange(len(rewards)), float(success[row])) if has_rewards else None
             episode = RecordedEpisode(
                 f"{task}-{seed}",
                 instructions[row],

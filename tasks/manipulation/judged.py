@@ -75,6 +75,7 @@ class SuccessJudge(TwoWordJudgeReward):
         return [None if e.lost else self._scores[id(e)][1] for e in episodes]
 
     def _episode_question(self, episode: Episode) -> JudgeQuestion:
+        """Returns the question about an episode, with its images."""
         assert episode.frames is not None
         frames = evenly_spaced(episode.frames, self.images)
         return JudgeQuestion(
@@ -88,6 +89,7 @@ def evenly_spaced(frames: NDArray[np.uint8], max_frames: int) -> NDArray[np.uint
 
 
 def _episode_with_images(sample: Sample) -> Episode:
+    """Returns the episode of a sample. Raises UserError if it has no images and the simulator did not fail."""
     episode = episode_of(sample)
     if episode.frames is None and not episode.lost:
         raise UserError(

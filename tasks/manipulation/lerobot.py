@@ -229,7 +229,7 @@ class _Dataset:
         return _existing(self.root / self.data_path.format(**fields))
 
     def _video(self, camera: str, episode: dict[str, Any]) -> tuple[Path, int]:
-        """Returns as `_video_file`. Raises UserError if the file does not exist."""
+        """Returns the video file and the first frame as `_video_file`. Raises UserError if the file does not exist."""
         file, start = self._video_file(camera, episode)
         return _existing(file), start
 

@@ -184,7 +184,7 @@ class ManipulationSettings(TaskSettings):
     eval_size: int = option(500, "held-out start states", ge=1)
     eval_seed: int = option(0, "seed of the first held-out start state", ge=0, lt=1_000_000)
     instructions: Literal["own", "shuffled"] = option(
-        "own", "shuffled: each episode has the instruction of another one, to test whether the policy follows it"
+        "own", "shuffled: each episode has the instruction of another episode, to test whether the policy follows it"
     )
     demonstrations: DemonstratedEpisodes | None = option(
         None, "demonstrations for algorithm.type=supervised and for rollout.extras=[demonstrations]"

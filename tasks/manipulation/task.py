@@ -24,8 +24,8 @@ from mmrl.tasks.manipulation.settings import ManipulationSettings
 
 
 class Manipulation:
-    """The task: training start states, held-out start states, demonstrations and rewards. seed: that of the run; runs
-    of other seeds have other training start states."""
+    """The task: training start states, held-out start states, demonstrations and rewards. seed: of the run; runs with
+    different seeds have different training start states."""
 
     def __init__(self, settings: ManipulationSettings, seed: int) -> None:
         self.settings, self.simulator_rows = settings, settings.rows
@@ -125,7 +125,7 @@ def judge_measures(name: str, judge: SuccessJudge, samples: Sequence[Sample]) ->
 
 
 class ShuffledInstructions:
-    """A simulator in which each row has a different instruction than its own: that of one of the following rows."""
+    """A simulator in which each row has the instruction of the next started row whose instruction differs."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator

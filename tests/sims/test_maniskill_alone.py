@@ -15,7 +15,7 @@ pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install -e '.[man
 import sapien  # noqa: E402
 from mani_skill.utils.structs import Actor, Link  # noqa: E402
 
-from mmrl.sims.maniskill.alone import LoneActor, LoneArticulation, LoneLink, take_apart  # noqa: E402
+from mmrl.sims.maniskill.alone import LoneActor, LoneArticulation, LoneLink, use_lone_classes  # noqa: E402
 from mmrl.sims.maniskill.driver import choose_device  # noqa: E402
 from mmrl.sims.maniskill.simulator import REGISTERED_ENVS, frozen_garbage  # noqa: E402
 
@@ -90,7 +90,7 @@ def test_objects_of_tasks_of_their_own_stay_as_they_are():
     with build("maniskill", 1, {"tasks": [PUSH]}) as sim:
         env = sim.simulator._blocks[0]._env(PUSH)
         env.obj.__class__ = Own
-        take_apart(env)
+        use_lone_classes(env)
         assert type(env.obj) is Own and type(env.goal_region) is LoneActor
 
 

@@ -51,6 +51,7 @@ def best(run: RunRecord) -> Card | None:
     series = run.series("evaluation/accuracy")
     if len(series.finite) < 3:
         return None
+    # NaN counts as the lowest accuracy
     value, step = max(zip(series.values, series.steps, strict=True), key=lambda pair: (pair[0] == pair[0], pair[0]))
     return Card("best held out", f"{value:.3f}", f"step {step}")
 

@@ -1,10 +1,10 @@
-"""Explanations of the names of metrics, shown where a figure's title is pointed at."""
+"""Explanations of the names of metrics, shown when the pointer is over a figure's title."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatch
 
-# From patterns of names to their meaning; the first one that fits counts.
+# The meaning of metrics by patterns of their names; the first pattern that matches counts.
 EXPLANATIONS = {
     "evaluation/accuracy": "share of held-out prompts that are answered right",
     "evaluation/accuracy/*": "held-out accuracy of the prompts of this kind",
@@ -18,7 +18,7 @@ EXPLANATIONS = {
     "guard/sharpness": "variance of the Laplacian of images: down is blur, up is noise or edges",
     "guard/diversity": "distance between the images of a group: near 0 they look alike",
     "guard/*": "a measure beside the reward that is not trained on",
-    "loss": "what is minimised, averaged over the step's updates",
+    "loss": "the objective that is minimised, averaged over the step's updates",
     "grad_norm": "norm of the gradient before clipping; 0 where no group has unequal rewards",
     "lr": "learning rate",
     "entropy": "mean entropy of decisions, in nats",

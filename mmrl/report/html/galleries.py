@@ -92,17 +92,17 @@ def files(folder: Path, kind: str) -> dict[int | None, list[Path]]:
 
 
 def by_priority(steps: Sequence[int | None]) -> Iterable[tuple[int, int | None]]:
-    """Returns (rank, step) in order of priority: the last, the first, then always the one farthest from those already
-    taken."""
-    order, left = [], list(range(len(steps)))
+    """Returns (rank, step) in order of priority: the last, the first, then each time the step that is farthest from
+    those already taken."""
+    order, remaining = [], list(range(len(steps)))
     for index in (len(steps) - 1, 0):
-        if index in left:
+        if index in remaining:
             order.append(index)
-            left.remove(index)
-    while left:
-        farthest = max(left, key=lambda i: (min(abs(i - j) for j in order), i))
+            remaining.remove(index)
+    while remaining:
+        farthest = max(remaining, key=lambda i: (min(abs(i - j) for j in order), i))
         order.append(farthest)
-        left.remove(farthest)
+        remaining.remove(farthest)
     return [(rank, steps[index]) for rank, index in enumerate(order)]
 
 

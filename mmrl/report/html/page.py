@@ -138,7 +138,9 @@ def accuracy_sentence(run: RunRecord) -> str:
 # --- tables ---
 
 
-RATES = {  # of a run, and but for the first of one rank; those that it does not have are left out
+# By column of the table of results: the metric below throughput/. All but the first are for one rank. Columns without
+# any number are left out.
+RATES = {
     "rollouts a second": "rollouts_per_second",
     "tokens a second and rank": "tokens_per_second",
     "images a second and rank": "images_per_second",

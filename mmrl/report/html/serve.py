@@ -1,4 +1,4 @@
-"""`mmrl watch --serve`: the report of a run in a browser, written anew at each look, on this machine alone."""
+"""`mmrl watch --serve`: the report of a run in a browser, rendered for each request, on this machine only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReportServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folder: Path, port: int = 0) -> None:
-        read_run(folder)  # says that there is no such folder before anybody opens a browser
+        read_run(folder)  # raises UserError now if there is no such folder
         self.folder = folder
         super().__init__((LOOPBACK, port), ReportHandler)
 
@@ -34,7 +34,7 @@ class ReportHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers with the report of the run as it is now; 404 for other paths and hosts."""
-        # A page elsewhere that makes the browser ask by another name (DNS rebinding) gets nothing.
+        # Another host name is refused: a foreign web page could read the report with it (DNS rebinding).
         if self.path != "/" or self.headers.get("Host") != self.server.address.removeprefix("http://").rstrip("/"):
             self.send_error(404)
             return
