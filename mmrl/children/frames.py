@@ -160,6 +160,9 @@ class Reader:
     def __init__(
         self, numbers: memoryview, shared: Sequence[Any], records: Collection[type] | None, repeats: bool
     ) -> None:
+        """numbers: the bytes of all tensors, arrays and images. shared: objects that the tree names by index. records:
+        the dataclasses that may be built; None: any of an imported module. repeats: whether an object that occurs again
+        is written as {"again": index}."""
         self.numbers, self.shared, self.records, self.repeats = numbers, shared, records, repeats
         self.parts: list[Any] = []  # if `repeats`: the parts so far, to which {"again": index} refers
 

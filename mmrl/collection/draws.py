@@ -49,8 +49,8 @@ class PromptDraws:
         return [self.source[index] for index in draw.indices]
 
     def prefetch(self, *draws: Draw) -> None:
-        """Starts reading the prompts of these draws, and those that the sampler would draw next now. If it has observed
-        rewards before the next draw, it may draw others; the prompts read here are then not used."""
+        """Starts reading the prompts of these draws, and those that the sampler, as it is now, would draw next. Rewards
+        that it observes before the next draw may change its choice; prompts read in vain are then not used."""
         if self.reader is not None:
             drawn = [index for draw in draws for index in draw.indices]
             sampler = self.sampler.model_copy(deep=True)

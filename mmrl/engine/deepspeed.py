@@ -167,8 +167,8 @@ class Ranks:
         self._watch = heartbeat
 
     def mark(self, phase: str | None = None) -> None:
-        """Records in the heartbeat that this rank has begun a phase (for messages), or a collective where `phase` is
-        None. Every rank must call it at the same points."""
+        """Records in the heartbeat that this rank begins `phase`, which error messages name, or, if `phase` is None,
+        the next collective of the current phase. Every rank must call it at the same points."""
         if self._watch is not None:
             self._watch.mark(phase)
 

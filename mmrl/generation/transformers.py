@@ -14,7 +14,9 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Logits
 from mmrl.generation.decoding import decoding, growing_cache
 from mmrl.generation.sampling import Sampling, add_gumbel_noise, shape_logits
 
-LEAVING = 8  # ended responses leave the batch once they are 1/LEAVING of it: that copies the cache of the others
+# Ended responses are removed from the batch once they are at least 1/LEAVING of it. They are not removed one by one,
+# because each removal copies the cache of the others.
+LEAVING = 8
 
 
 class _Draw(LogitsProcessor):
@@ -170,8 +172,9 @@ def generate_groups(
     only once. Returns the new tokens of each response.
 
     inputs: the model's inputs, one row for each prompt. prefixes: given beginnings of responses, int64 [token] each,
-    possibly empty. prompts: [prefix] int64, the prompt of each prefix. rows: [response] int64, the prefix that each
-    response continues. seeds, limits: a seed and a maximum number of new tokens for each response.
+    possibly empty. prompts: [prefix] int64, the index in `inputs` of each prefix's prompt. rows: [response] int64, the
+    index in `prefixes` of the prefix that each response continues. seeds, limits: a seed and a maximum number of new
+    tokens for each response.
     """
     device, count, max_limit = inputs["input_ids"].device, len(rows), max(limits)
     ends, config = torch.tensor(eos, device=device), model.config.get_text_config()

@@ -56,13 +56,15 @@ class TeacherServer:
     def likelihoods(self, rollouts: Rollouts, rows: Sequence[int], tokens: Tokens) -> Tensor:
         """Returns the teacher's log-probability of each decision, [rollout, decision].
 
-        rows: the rollouts to compute; all others are NaN. tokens: the token ids of all rollouts.
+        rows: the rollouts to compute; all others are NaN. tokens: the token ids of the prompt and of the response of
+        each rollout.
         """
         import torch
 
         logp = torch.full(rollouts.mask.shape, torch.nan)
-        for row, entries in self._entries(rows, tokens, 0):
-            for position, (token, entry) in enumerate(zip(tokens[row][1], entries, strict=True)):
+        for row, entries in self._entries(rows, tokens, count=0):
+            _, response = tokens[row]
+            for position, (token, entry) in enumerate(zip(response, entries, strict=True)):
                 logp[row, position] = entry[token]
         return logp
 

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.errors import UserError
-from mmrl.settings import Choice, option
+from mmrl.settings import Choice, locate, option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -297,3 +297,8 @@ def check_draw_range(bounds: tuple[float, float]) -> None:
     low, high = bounds
     if not 0 < low < high < 1:
         raise ValueError(f"draw_range must be two rising numbers inside (0, 1), not {list(bounds)}")
+
+
+def transitions_for(space: Space) -> list[str]:
+    """Returns the types of the shipped transitions for models that predict `space`, noise or velocity."""
+    return [kind for kind, path in DenoisingTransition.kinds.items() if locate(path, "transition").space == space]

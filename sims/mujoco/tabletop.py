@@ -114,7 +114,10 @@ class TabletopRow:
         mujoco.mj_forward(self.model, self.data)
         self.steps += 1
         if self.data.warning.number[UNSTABLE].any():
-            raise RuntimeError(f"the physics became unstable at control step {self.steps}")
+            raise RuntimeError(
+                f"the physics became unstable at control step {self.steps} (MuJoCo reports positions or velocities "
+                "that are not finite or too large), so the episode is lost; make actions smaller if this happens often"
+            )
 
     def _control(self) -> None:
         """Sets the targets of all joints from the setpoint and the command of the gripper."""

@@ -243,7 +243,8 @@ def held(view: TableView) -> bool:
 
 
 def aim(goal: NDArray, gripper: float) -> NDArray:
-    """Returns the aim [4] at `goal`, clipped to the box of the fingertips."""
+    """Returns the action target [4] (position of the fingertips x, y, z, and gripper) at `goal`, clipped to the box
+    that the fingertips may move in."""
     return np.append(np.clip(goal, LOW, HIGH), gripper)
 
 
@@ -253,8 +254,8 @@ def over(point: NDArray, height: float) -> NDArray:
 
 
 def descend(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDArray:
-    """Returns the aim [4] of an approach to `goal` from above: first up if the fingertips are low and aside, then over
-    the goal, then down."""
+    """Returns the action target [4] of an approach to `goal` from above: first up if the fingertips are low and
+    aside, then over the goal, then down."""
     aside = horizontal_distance(view.tip, goal)
     if aside < 0.008:
         return aim(goal, gripper)
@@ -264,15 +265,15 @@ def descend(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDA
 
 
 def funnel(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDArray:
-    """Returns the aim [4] that leads to `goal` from above, the lower the nearer. A height that is continuous in the
-    horizontal distance can be learned by a policy that knows this distance to a centimetre only; one that jumps can
-    not."""
+    """Returns the action target [4] of an approach to `goal` from above: its height falls continuously from `hover` to
+    that of `goal` as the horizontal distance shrinks. A policy that estimates this distance only to within a centimetre
+    could not imitate a height that jumps."""
     share = np.clip((horizontal_distance(view.tip, goal) - SURE) / 0.02, 0, 1)
     return aim(over(goal, goal[2] + share * (hover - goal[2])), gripper)
 
 
 def grasp(view: TableView) -> NDArray:
-    """Returns the aim [4] that grasps cube 0."""
+    """Returns the action target [4] that grasps cube 0."""
     cube = view.cubes[0]
     around = horizontal_distance(view.tip, cube) < SURE and view.tip[2] < cube[2] + 0.02
     if around and (not view.closing or view.opening > 0.65):

@@ -88,13 +88,14 @@ class VerifiersWorld(Environment):
             facts = {"success": float(reward >= self.settings.won), **numbers(content.get("metrics") or {})}
             return Reply(end=True, reward=reward, facts=facts)
         prompt, tools, self.waiting = content
-        written = [one.model_dump(exclude_none=True) for one in prompt]
+        written = [entry.model_dump(exclude_none=True) for entry in prompt]
         count = len(self.messages)
         if written[:count] != self.messages or (count and written[count]["role"] != "assistant"):
             raise ValueError("the environment changed earlier messages of the conversation, but may only add new ones")
         self.messages = written
         self.schemas = [schema(tool) for tool in tools or ()]
-        return tuple(message(one) for one in written[count + (1 if count else 0) :])
+        first_new = count + 1 if count else 0  # after the earlier messages comes the policy's own response
+        return tuple(message(entry) for entry in written[first_new:])
 
     def _play(self, row: dict[str, Any]) -> None:
         """Runs the rollout of a dataset row and puts its result, or its error, into `events`."""

@@ -54,8 +54,8 @@ def planted(folder: Path) -> None:
         engine.llm.reset_mm_cache()
 
     images = patch.object(runner, "reset_encoder_cache", lambda: None)  # vLLM's own reload empties that one too
-    tell("encoder cache", patch.object(engine, "forget", forget), images, change=is_vision)
-    tell("every cache", patch.object(engine, "forget", lambda: None), images)
+    tell("encoder cache", patch.object(engine, "empty_caches", forget), images, change=is_vision)
+    tell("every cache", patch.object(engine, "empty_caches", lambda: None), images)
     tell("left out", loads(lambda rows: ((n, v) for n, v in rows if "layers.0.mlp.up_proj" not in n)))
     tell("renamed", loads(lambda rows: ((n.replace("o_proj.weight", "o_proj"), v) for n, v in rows)))
     arrived = engine.arrived

@@ -69,7 +69,7 @@ def one_rank(folder: Path) -> None:
     found["together"], found["one_by_one"] = responses(ours), [d.tokens.response.tolist() for d in drafts]
     found["hot"] = sorted({token for row in responses(hot) for token in row})
     trainer.train()
-    found["stale_caches"] = stale(generator, policy, without="forget")
+    found["stale_caches"] = stale(generator, policy, without="empty_caches")
     found["healthy"] = stale(generator, policy)
     found["stale_weights"] = stale(generator, policy, without="load")
     found["unknown"] = unknown_model(folder / "unknown", policy)

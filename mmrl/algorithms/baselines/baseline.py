@@ -56,8 +56,9 @@ class Baseline(Choice):
     def compute(self, rewards: Tensor, batch: Batch, combine: CombineRewards) -> Tensor:
         """Computes the baseline of each rollout, [rollout of all ranks]; by default 0.
 
-        rewards: [rollout of all ranks], NaN where unknown; combine: combines reward components to one reward. The scale
-        is computed from the rewards after this baseline is subtracted.
+        rewards: [rollout of all ranks], combined from all reward components, NaN where unknown. combine: combines
+        components [rollout, component] in the same way, for a baseline that needs the rewards of other responses, such
+        as greedy ones. `algorithm.scale` divides by a statistic of the rewards minus this baseline.
         """
         import torch
 
@@ -67,7 +68,8 @@ class Baseline(Choice):
         """Subtracts a statistic of the group, [rollout of all ranks]; by default nothing. NaN stays NaN.
 
         rewards: [rollout of all ranks], after `compute` was subtracted; index: [rollout of all ranks], the group of
-        each rollout, from 0; group_moments: moments of the rewards of each group. The scale is computed from `rewards`.
+        each rollout, from 0; group_moments: moments of the rewards of each group. `algorithm.scale` divides by a
+        statistic of `rewards`, not of what is returned.
         """
         return rewards
 

@@ -15,7 +15,7 @@ from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.rollouts import Prompt, Sample
 from mmrl.samplers.chain import INITIAL, Sampler, derive_seed, gaussian_noise, predicted_data, run
-from mmrl.samplers.settings import AllSteps, DenoisingTransition, Euler
+from mmrl.samplers.settings import AllSteps, DenoisingTransition, Euler, transitions_for
 from mmrl.samplers.windows import usable_steps
 
 # Offset of the random numbers of resampling: they must differ from those of the particles' seeds
@@ -57,7 +57,7 @@ def particles(
     if steering.transition.space != family.space:
         raise UserError(
             f"sample.search.transition.type={steering.transition.type} does not fit a model that predicts "
-            f"{family.space}; take one for {family.space}"
+            f"{family.space}; set it to {' or '.join(transitions_for(family.space))}"
         )
     guidance = settings.guidance if settings.evaluation_guidance is None else settings.evaluation_guidance
     sampler = Sampler(family.grid(settings.evaluation_steps, shape), steering.transition, Euler(), family.space)

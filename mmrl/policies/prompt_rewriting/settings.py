@@ -78,7 +78,9 @@ class PromptRewritingModel(DiffusionModel):
         rollout, denoising = config.rollout, config.section("denoising")
         if not isinstance(denoising, Denoising) or not isinstance(rollout, TokenSampling):
             raise ValueError(
-                "model.type=prompt_rewriting learns from rewards only; train its two models separately first"
+                f"model.type=prompt_rewriting cannot be trained by algorithm.type={config.algorithm.type}: it needs an "
+                "algorithm that samples rollouts and rewards them, such as grpo; for supervised training, train its "
+                "language model and its image model in runs of their own"
             )
         if self.embeddings is not None:
             raise ValueError(

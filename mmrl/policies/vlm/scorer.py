@@ -124,8 +124,9 @@ class TokenScorer(nn.Module):
 
         inputs: of the model, with input_ids [row, length]. continuations: if given, `inputs` holds only the prompts,
         rows are responses, and column 0 is the last token of the prompt. row, column, targets: [decision]; token
-        targets[i] is predicted at position column[i] of row row[i]. chunks: number of passes through an output layer
-        that cannot be fused, which under ZeRO-3 must be equal on all ranks; None: as many as this rank needs.
+        targets[i] is predicted at position column[i] of row row[i]. chunks: number of parts in which logits are
+        computed if the output layer and the log-softmax cannot run as one fused kernel; under ZeRO-3 it must be equal
+        on all ranks; None: as many as this rank needs.
         temperature: one number, or [decision]. others: ids of alternative tokens, [decision, k], or [k] for all
         decisions. count: if above 0, only the ids of the `count` likeliest tokens are returned, [decision, count].
         packs: whether the decoder skips padding.

@@ -180,6 +180,8 @@ def _tensor(image: Image.Image) -> Tensor:
 def normalize_weights(weights: Mapping[str, float], known: Sequence[str]) -> dict[str, float]:
     """Returns weights that add up to 1. Raises ValueError for unknown names, and for weights that are not positive."""
     unknown = next((name for name in weights if name not in known), None)
-    if unknown is not None or not all(isinstance(w, int | float) and w > 0 for w in weights.values()):
-        raise ValueError(f"weights must be positive numbers for {', '.join(known)}, not {dict(weights)!r}")
+    if unknown is not None:
+        raise ValueError(f"weights: unknown name {unknown!r}; the names are {', '.join(known)}")
+    if not all(isinstance(weight, int | float) and weight > 0 for weight in weights.values()):
+        raise ValueError(f"weights must be numbers above 0, not {dict(weights)!r}")
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}

@@ -140,7 +140,7 @@ def test_rows_without_tests_are_named(answer, message):
 def test_settings_that_cannot_be_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="deadline_s, workers and memory_gib"):
         build("unit_tests", {"workers": 0})
-    with pytest.raises(ValueError, match="weights must be positive numbers for runs, image, elements"):
+    with pytest.raises(ValueError, match="unknown name .*; the names are runs, image, elements"):
         build("chart_code", {"weights": {"images": 1}})
     with pytest.raises(ValueError, match="measure must be"):
         build("svg_code", {"measure": "clip"})

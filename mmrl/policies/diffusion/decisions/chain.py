@@ -19,9 +19,8 @@ from mmrl.policies.models import NetworkCall
 from mmrl.rollouts import SEGMENTS, Prompt, Replay, Rollouts, Sample
 from mmrl.samplers import score
 from mmrl.samplers.chain import Chain
-from mmrl.samplers.settings import DenoisingTransition
+from mmrl.samplers.settings import transitions_for
 from mmrl.samplers.windows import window_steps
-from mmrl.settings import locate
 
 POOLED = 8  # largest side of the pooled latents that a value function gets
 
@@ -45,12 +44,9 @@ class ChainDecisions:
         likelihood, space = self.likelihood, self.denoiser.family.space
         transition = likelihood.transition
         if transition.space != space:
-            fitting = [
-                kind for kind, path in DenoisingTransition.kinds.items() if locate(path, "transition").space == space
-            ]
             raise UserError(
                 f"denoising.likelihood.transition.type={transition.type} does not fit a model that predicts {space}; "
-                f"set it to {' or '.join(fitting)}"
+                f"set it to {' or '.join(transitions_for(space))}"
             )
         try:
             width = self.count
