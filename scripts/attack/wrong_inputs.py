@@ -317,7 +317,7 @@ IMAGES: Cases = [
     ("as it is", "", TAKEN),
     ("misspelt key of the data", "task.data.trian=x", "did you mean task.data.train?"),
     ("file that is not there", "task.data.train=/nope.txt", "/nope.txt"),
-    ("both ways to hold out", "task.data.eval={folder}/prompts.txt", "set either eval"),
+    ("both ways to hold out", "task.data.eval={folder}/prompts.txt", "are both set"),
     ("nothing is held out", "task.data.heldout=0", "task.data.heldout"),
     ("all is held out", "task.data.heldout=1", "task.data.heldout"),
     ("share of nothing", "task.data.train=null", "heldout"),

@@ -33,7 +33,7 @@ EXCEPTED = {
     "TabletopRow": "numbers of an observation",
     "LiberoScene": "numbers of an observation",
     "RewardStates": "a protocol",
-    "StatefulReward": "a protocol",
+    "SavingReward": "a protocol",
     "ExtraSource": "a base whose own state is empty",
     "Rounds": "a base whose own state is empty",
     "Schedule": "a base whose own state is empty",

@@ -27,7 +27,7 @@ KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+(?:\.[0-9*]+)?
 
 
 FREE = {"model.processor", "task.options"}  # whose keys are another library's
-TENSORS = {"model.layers", "model.pth"}  # names of weights and their files, not keys
+TENSORS = {"model.layers", "model.pth", "action.mean"}  # names of tensors and their files, not keys
 
 
 @pytest.fixture(scope="module")
