@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mmrl.algorithms.reward_transforms.transform import Transform
     from mmrl.protocols.batch import Batch
 
-# Baselines and scales that the fused kernel `kernels.group_advantage` computes, with its names for them. The keys are
+# Baselines and scales that the fused kernel group_advantage computes, with its names for them. The keys are
 # methods, not classes, so that a subclass which overrides them does not count as fused.
 FUSED_BASELINES = {Mean.center: "mean", LeaveOneOut.center: "leave_one_out", Baseline.center: "none"}
 FUSED_SCALES = {

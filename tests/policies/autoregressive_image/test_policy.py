@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path):
     with pytest.raises(UserError, match="has 5 tokens; .* at most rollout.max_prompt_length=3"):
         policy_of(folder, rollout={"max_prompt_length": 3}).rollout(PROMPTS[:1], 1, [0])
     codebook.write(tmp_path, replace(policy.writer.codebook, first=policy.writer.first + 5))
-    with pytest.raises(UserError, match="take the codebook that it was trained with"):
+    with pytest.raises(UserError, match="use the codebook that the model was trained with"):
         policy_of(tmp_path)
     (tmp_path / "codebook.safetensors").unlink()
     with pytest.raises(UserError, match=r"has no codebook.safetensors"):
