@@ -62,7 +62,7 @@ BUDGETS = {
     "robots, flow": (1, 34),
     "robots, flow, learned": (1, 18),
     "robots, flow, matching": (1, 22),
-    "robots, ppo": (2.5, 24),
+    "robots, ppo": (3, 19),
 }
 
 

@@ -222,7 +222,7 @@ def called(call):
         ([], "a row must be an object, not list"),
         (
             {"conversations": []},
-            "'messages' must be a list of messages (fields: conversations); task.data.messages_field",
+            "'messages' must be a list of messages (fields: conversations); set task.data.messages_field",
         ),
         (cut(2), "no assistant message"),
         (cut(4), "the last message has the role tool"),

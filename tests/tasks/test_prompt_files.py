@@ -86,7 +86,7 @@ def test_a_column_of_another_name_reaches_the_task(tmp_path):
         ).sources(0)
         assert [p.text for p in held_out] == ["a dog runs", "a cat sits"] and train[0].metadata == {"style": "oil"}
         with pytest.raises(
-            ValueError, match=r"line 2: key 'prompt' is missing \(keys: caption, style\); task.data.prompt_"
+            ValueError, match=r"line 2: key 'prompt' is missing \(keys: caption, style\); set task.data.prompt_"
         ):
             kind(train=tmp_path / "edits.csv", eval=tmp_path / "edits.csv").sources(0)
 

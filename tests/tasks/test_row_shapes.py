@@ -168,7 +168,7 @@ def test_two_shapes_that_fit_are_refused_with_the_keys_to_write(images):
     ):
         FileSource(path)
     assert FileSource(path, problem_field="prompt", answer_field="answer", image_field="image")[0].answer == "7"
-    with pytest.raises(ValueError, match=r"'problem' is missing \(fields: ask, told\); task.data.problem_field"):
+    with pytest.raises(ValueError, match=r"'problem' is missing \(fields: ask, told\); set task.data.problem_field"):
         FileSource(write(images, [{"ask": "?", "told": "!"}], ".jsonl"))
 
 
@@ -190,7 +190,7 @@ def test_the_image_column_is_named_where_it_is_missing(images):
     with pytest.raises(ValueError) as raised:
         FileSource(write(images, [row], ".jsonl"))
     (line,) = str(raised.value).splitlines()
-    assert "field 'images' has 0 images (fields: problem, answer, photo_file); task.data.image_field names" in line
+    assert "field 'images' has 0 images (fields: problem, answer, photo_file); set task.data.image_field to the" in line
 
 
 def test_rows_of_several_replies_or_none_say_so_and_not_that_a_column_is_missing(images):
