@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.settings import Choice
@@ -38,3 +39,17 @@ class TaskSettings(Choice):
 
         Raises UserError, or a ValueError, OSError or ImportError with a message of one line.
         """
+
+
+def check_held_out(train: Path | None, evaluation: Path | None, share: float | None) -> None:
+    """Raises ValueError unless exactly one of two keys says which prompts are held out: `eval`, a file of them, or
+    `heldout`, a share of the file `train`."""
+    if evaluation is not None and share is not None:
+        raise ValueError(
+            f"eval={evaluation} and heldout={share:g} are both set, here or in a file that is extended; set one of "
+            "them to null"
+        )
+    if evaluation is None and share is None:
+        raise ValueError("set either eval, a file of held-out prompts, or heldout, a share of train")
+    if share is not None and train is None:
+        raise ValueError("heldout is a share of train; set train to a file of prompts")

@@ -53,12 +53,11 @@ class Rounds(ABC):
     def draw_prompts(self, draw: Draw | None) -> tuple[Draw, list[Prompt]]:
         """Returns `draw` and its prompts. If it is None, draws the next prompts, and starts reading those that
         follow."""
-        made_ahead = draw is not None
-        draw = draw if draw is not None else self.draws.draw()
-        prompts = self.draws.prompts(draw)
-        if not made_ahead:
+        current = self.draws.draw() if draw is None else draw
+        prompts = self.draws.prompts(current)
+        if draw is None:
             self.draws.prefetch()
-        return draw, prompts
+        return current, prompts
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from mmrl.rewards.settings import RewardSpec
 from mmrl.settings import Choice, option
-from mmrl.tasks.settings import TaskSettings
+from mmrl.tasks.settings import TaskSettings, check_held_out
 
 if TYPE_CHECKING:
     from mmrl.protocols.parts import Source
@@ -87,15 +87,7 @@ class VideoPromptsData(VideoPrompts):
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
-        if self.eval is not None and self.heldout is not None:
-            raise ValueError(
-                f"eval={self.eval} and heldout={self.heldout:g} are both set, here or in a file that is extended; set "
-                "one of them to null"
-            )
-        if self.eval is None and self.heldout is None:
-            raise ValueError("set either eval, a file of held-out prompts, or heldout, a share of train")
-        if self.heldout is not None and self.train is None:
-            raise ValueError("heldout is a share of train; set train to a file of prompts")
+        check_held_out(self.train, self.eval, self.heldout)
         return self
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:

@@ -181,6 +181,7 @@ def test_heads_that_do_not_fit(clip_folder, tmp_path, state, words):
         ("clip_similarity", {"model": "no/such/folder"}, "CLIP model 'no/such/folder'"),
         ("clip_similarity", {"model": "ViT-B-32"}, "no such folder; for a model of open_clip set pretrained"),
         ("clip_similarity", {"model": "local-dir:/no/such"}, "open_clip model 'local-dir:/no/such'"),
+        ("clip_similarity", {"model": "local-dir:absent"}, "open_clip model 'local-dir:absent'"),
         ("clip_similarity", {"model": "ViT-B-33", "pretrained": "openai"}, "open_clip model 'ViT-B-33'"),
         ("clip_similarity", {"model": "ViT-B-32", "pretrained": "no-such-tag"}, "no-such-tag"),
         ("hpsv2", {"weights": "no-such-file.pt"}, "no-such-file.pt"),

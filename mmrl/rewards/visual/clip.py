@@ -99,13 +99,13 @@ class TransformersClip:
 def encoder(model: str, pretrained: str | None = None) -> Encoder:
     """Loads a CLIP model: by open_clip if `pretrained` is given or the name begins with hf-hub: or local-dir:, else by
     transformers. Raises ValueError, before anything is downloaded, for a `model` that only open_clip knows."""
-    if pretrained is None and not Path(model).exists() and "/" not in model:
+    if pretrained is not None or model.startswith(("hf-hub:", "local-dir:")):
+        return OpenClip(model, pretrained)
+    if not Path(model).exists() and "/" not in model:
         raise ValueError(
             f"CLIP model {model!r}: there is no such folder; for a model of open_clip set pretrained to a tag or "
             "a file of weights"
         )
-    if pretrained is not None or model.startswith(("hf-hub:", "local-dir:")):
-        return OpenClip(model, pretrained)
     return TransformersClip(model)
 
 
