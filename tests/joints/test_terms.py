@@ -8,6 +8,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.preflight.quick import probe_quickly
 from mmrl.rollouts import OBJECTIVE, DecisionColumn
+from mmrl.terms.term import Term
 from tests.joints.parts import Table, close
 
 ONE = ["rollout.prompts=1", "algorithm.scale=none"]
@@ -28,6 +29,23 @@ def moved_from_reference(given, term, **columns):
     rollouts = made.prepare()
     close(rollouts.ref_logp.where(rollouts.mask, 0), [[-1.0, -2.0], [-3.0, 0.0]])
     return made
+
+
+class Anchor(Term):
+    """A term of a user, whose `needs` forget the reference that it reads."""
+
+    def values(self, micro, replay):
+        return replay.logp - micro.ref_logp, {}
+
+
+def test_a_column_that_a_term_did_not_ask_for_is_told_with_the_columns_there(given):
+    made = still(given, Table([[-1.0, -2.0], [-3.0]]), "algorithm.terms=['tests.joints.test_terms:Anchor']")
+    made.prepare()
+    with pytest.raises(TypeError) as caught:
+        made.learn()
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised in algorithm.terms.0 (tests.joints.test_terms:Anchor). micro has samples, ")
+    assert "replay has logp" in note and note.endswith("Needs(reference=Reference()) gives micro.ref_logp")
 
 
 def test_the_reference_is_asked_as_the_reference(given):

@@ -226,6 +226,13 @@ def test_a_gradient_below_the_clip_bound_may_grow(tmp_path):
     assert "explodes" in found.sentence and found.verdict == "bad"
 
 
+def test_a_peak_below_the_clip_bound_is_no_warning(tmp_path):
+    rows = changed(grad_norm=lambda s: 0.9 if s == 17 else 0.01)
+    assert wrong(tmp_path / "below", rows) == []
+    (finding,) = wrong(tmp_path / "above", rows, config=CONFIG | {"optim": {"clip_grad_norm": 0.1}})
+    assert "it jumped to 0.9 at step 17" in finding.sentence and finding.verdict == "warning"
+
+
 LATE = 31  # the first step of the last quarter
 FAULTS = [
     # what is wrong, the metric and a word by which it must be named, how bad
