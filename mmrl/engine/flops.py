@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.attention.varlen  # registers torch_attn._varlen_attn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -67,13 +66,11 @@ class FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = func._overloadpacket
-        if in_backward() or packet not in flop_registry and packet not in ATTENTION:
+        name = str(packet)
+        if in_backward() or packet not in flop_registry and name not in ATTENTION:
             return out
-        if packet in ATTENTION:
-            forward = ATTENTION[packet](*args)
-        else:
-            forward = flop_registry[packet](*args, **kwargs, out_val=out)
-        fused = packet in ATTENTION or "attention" in str(packet)
+        forward = ATTENTION[name](*args) if name in ATTENTION else flop_registry[packet](*args, **kwargs, out_val=out)
+        fused = name in ATTENTION or "attention" in name
         first = 1 if packet in ADDING else 0
         factors = [needs_gradient(t) for t in args[first : first + (3 if fused else 2)]]
         times = (2 if any(factors) else 0) if fused else sum(factors)  # of fused attention all gradients are computed
@@ -102,14 +99,15 @@ def packed_attention_flops(
     return 2 * query.shape[1] * pairs * (query.shape[-1] + value.shape[-1])
 
 
-# torch 2.11 has no formula for some of these kernels, and counts heads that share keys and values wrongly.
-ATTENTION: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-    aten._scaled_dot_product_fused_attention_overrideable: attention_flops,
-    aten._scaled_dot_product_efficient_attention: attention_flops,
-    aten._scaled_dot_product_flash_attention: attention_flops,
-    aten._scaled_dot_product_cudnn_attention: attention_flops,
-    torch.ops.torch_attn._varlen_attn: packed_attention_flops,
+# torch 2.11 has no formula for some of these kernels, and counts heads that share keys and values wrongly. By name,
+# because the import that registers the last one loads torch._dynamo, which takes seconds.
+ATTENTION: dict[str, Callable[..., int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": attention_flops,
+    "aten._scaled_dot_product_fused_attention_overrideable": attention_flops,
+    "aten._scaled_dot_product_efficient_attention": attention_flops,
+    "aten._scaled_dot_product_flash_attention": attention_flops,
+    "aten._scaled_dot_product_cudnn_attention": attention_flops,
+    "torch_attn._varlen_attn": packed_attention_flops,
 }
 
 
