@@ -403,6 +403,7 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 def run_eval(options: argparse.Namespace) -> int:
     """Runs `mmrl eval`: evaluates a model on held-out prompts or episodes, and writes the results as JSON."""
+    from mmrl.evaluation.protocol import RESULTS_FILE, add_line
     from mmrl.job import Job
     from mmrl.report.run import versions
     from mmrl.settings import plain
@@ -413,9 +414,14 @@ def run_eval(options: argparse.Namespace) -> int:
         if isinstance(config.task, ManipulationSettings):
             return eval_episodes(options, job)
         result, _, _ = job.measure()
+        rank = job.ranks.rank
     protocol = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
     protocol["sample"] = plain(config.sample)
-    return write_evaluation(options.model, {**result, "protocol": protocol, "versions": versions()})
+    if rank == 0:
+        command = ["mmrl", "eval", options.model, *options.overrides]
+        add_line(output_path(options.model, RESULTS_FILE), command, protocol, metrics=result)
+        write_evaluation(options.model, {**result, "protocol": protocol, "versions": versions()})
+    return 0
 
 
 def eval_episodes(options: argparse.Namespace, job: Job) -> int:
@@ -455,7 +461,7 @@ def eval_episodes(options: argparse.Namespace, job: Job) -> int:
             print(protocols.success_line(name, decoding, rates))
     if ranks.rank == 0:
         command = ["mmrl", "eval", options.model, *options.overrides]
-        protocols.add_line(output_path(options.model, protocols.RESULTS_FILE), command, protocol, by_decoding)
+        protocols.add_line(output_path(options.model, protocols.RESULTS_FILE), command, protocol, found=by_decoding)
         write_evaluation(options.model, {**record, **by_decoding})
     for file in journal_files:
         file.unlink()
@@ -474,11 +480,8 @@ def config_and_overrides(options: argparse.Namespace) -> tuple[str | None, list[
     return (files[0] if files else None), [argument for argument in arguments if argument not in files]
 
 
-def write_evaluation(model: str, record: dict[str, Any]) -> int:
-    """Prints the metrics of an evaluation and writes the whole record as JSON beside the model.
-
-    Returns the exit code 0.
-    """
+def write_evaluation(model: str, record: dict[str, Any]) -> None:
+    """Prints the metrics of an evaluation and writes the whole record as JSON beside the model."""
     from mmrl.report.run import replace
 
     for name, value in record.items():
@@ -487,7 +490,6 @@ def write_evaluation(model: str, record: dict[str, Any]) -> int:
     target = output_path(model, "evaluation.json")
     replace(target, json.dumps({"model": model, **record}, indent=2).encode())
     print(f"written to {target}")
-    return 0
 
 
 def run_sample(options: argparse.Namespace) -> int:

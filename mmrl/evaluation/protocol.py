@@ -120,13 +120,12 @@ def success_line(name: str, decoding: str, rates: dict[str, float]) -> str:
     )
 
 
-def add_line(
-    file: Path, command: Sequence[str], protocol_fields: dict[str, Any], results: dict[str, dict[str, Any]]
-) -> None:
+def add_line(file: Path, command: Sequence[str], protocol_fields: dict[str, Any], **results: object) -> None:
     """Appends an evaluation as one line of JSON, which `scripts/bench/evaluations.py` prints as a table and repeats.
 
-    command: the command that ran the evaluation. results: results by decoding, then by task.
+    command: the command that ran the evaluation. results: `metrics` by name, or of robots `found`: results by
+    decoding, then by task.
     """
-    line = {"command": list(command), "protocol": protocol_fields, "found": results}
+    line = {"command": list(command), "protocol": protocol_fields, **results}
     with file.open("a") as out:
         out.write(json.dumps(line) + "\n")

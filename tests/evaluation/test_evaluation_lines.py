@@ -56,3 +56,29 @@ def test_episodes_are_played_once_where_one_decoding_is_asked_for_or_there_is_bu
     line = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text())
     record = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert list(line["found"]) == decodings and record[decodings[0]] == line["found"][decodings[0]]
+
+
+def test_evaluations_of_prompts_leave_a_line_each_and_are_listed_with_their_overrides(tmp_path, capsys, monkeypatch):
+    train = mmrl(tmp_path, "train", "image_digits_base", "run_dir=run", "steps=1", "evaluation.prompts=8", cwd=tmp_path)
+    assert (train.code, train.err) == (0, "")
+    records = []
+    for overrides in ((), ("seed=5", "evaluation.prompts=12")):
+        done = mmrl(tmp_path, "eval", "run", *overrides, cwd=tmp_path)
+        assert (done.code, done.err) == (0, "")
+        records.append(json.loads((tmp_path / "run" / "evaluation.json").read_text()))
+    file = tmp_path / "run" / "evaluations.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["command"] for line in lines] == [
+        ["mmrl", "eval", "run"],
+        ["mmrl", "eval", "run", "seed=5", "evaluation.prompts=12"],
+    ]
+    assert [line["metrics"]["evaluation/n"] for line in lines] == [8, 12]
+    for record, line in zip(records, lines, strict=True):
+        assert {name: record[name] for name in line["metrics"]} == line["metrics"]
+    monkeypatch.setattr("sys.argv", ["evaluations.py", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        evaluations.main()
+    table, second = capsys.readouterr().out, lines[1]["metrics"]
+    accuracy, error = second["evaluation/accuracy"], second["evaluation/standard_error"]
+    assert ended.value.code == 0
+    assert f"| run | seed=5 evaluation.prompts=12 | 5 | 12 | accuracy | {accuracy:.4f} ± {error:.4f} |" in table
