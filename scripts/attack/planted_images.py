@@ -118,7 +118,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "text.to(self.device)[:, None]).sum())", INVERSE),
     ("inverse: rows in the order of micro-batches", "mmrl/measurements/responses.py", "Column(logp[torch.cat(micro_batches).argsort()])",
      "Column(logp)", INVERSE),
-    ("inverse: pixels of 0 to 1", "mmrl/policies/autoregressive_image/writers.py", ".clamp(0, 1) * 2 - 1, **options", ".clamp(0, 1), **options", INVERSE),
+    ("inverse: pixels of 0 to 1", "mmrl/policies/autoregressive_image/writers.py", ".clamp(0, 1) * 2 - 1,", ".clamp(0, 1),", INVERSE),
     # --- moving shapes ---
     ("clips: quick ones are slow to the tracker", "tasks/video_generation/tracking.py", "MIN_SPEED, FAST_SPEED = 0.25, 0.65",
      "MIN_SPEED, FAST_SPEED = 0.25, 0.75", CLIPS),

@@ -67,8 +67,8 @@ def load(path: str, settings: AutoregressiveImageModel, config: JobConfig) -> Im
 
 
 def codebook_writer(path: str) -> ImageTokenWriter:
-    """Returns the adapter of a causal language model, with the codebook in its folder. Raises UserError if there is
-    none."""
+    """Returns the adapter that converts between tokens and images, for a causal language model with a codebook in the
+    folder `path`. Raises UserError if the folder has no codebook."""
     book = codebook.read(path)
     if book is None:
         raise UserError(
@@ -79,8 +79,9 @@ def codebook_writer(path: str) -> ImageTokenWriter:
 
 
 def text_vocabulary(tokenizer: Tokenizer, writer: ImageTokenWriter) -> Tensor:
-    """Returns which tokens may be sampled in the text before an image, [token below the first image token] bool: the
-    end token and all that are not special (padding, images, roles of a chat). Raises UserError without an end token."""
+    """Returns the tokens that may be sampled in the text before an image, as a mask [token below the first image token]
+    bool: the end token and all tokens that are not special (padding, images, roles of a chat). Raises UserError if the
+    tokenizer has no end token."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer of model.path has no eos_token, which ends the text before an image; set it")
     allowed = torch.zeros(writer.first, dtype=torch.bool)

@@ -84,7 +84,7 @@ def network(settings: AutoregressiveImageModel, path: str) -> nn.Module:
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         if (Path(path) / "adapter_config.json").is_file():
             model, lora = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path)), None
-            base = ""
+            base = ""  # the LoRA at `path` is in the model already: `adapt` must not load it
         model = adapt(model, base, freeze=(), lora=lora)
     freeze_untrained(model)
     if settings.activation_checkpointing:
@@ -121,7 +121,8 @@ def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: st
     bytes_per_number = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
 
     def train(rows: int) -> tuple[Tensor, Tensor]:
-        """Runs a training forward pass; returns the guided logits of image tokens, and the logits of text."""
+        """Runs a training forward pass of `rows` rollouts. Returns the guided logits of image tokens, and the logits
+        of text (of image tokens again, if there is no text)."""
         hidden = last_hidden(model, branches * rows, max_length, requires_grad=settings.lora is None)
         head = core.model.generation_head if is_janus else core.lm_head
         conditional, *unconditional = head(hidden[:, -image_tokens:]).float().chunk(branches)
@@ -147,7 +148,7 @@ def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: st
         model,
         train,
         sample=sample,
-        cache=2.0
+        cache=2.0  # keys and values
         * bytes_per_number
         * text.num_hidden_layers
         * heads

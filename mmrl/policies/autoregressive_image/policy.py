@@ -103,7 +103,8 @@ class ImageTokenPolicy:
         return self._rollouts(list(prompts), records, 1)
 
     def _rollouts(self, prompts: list[Prompt], records: list[ImageTokenRecord], group_size: int) -> Rollouts:
-        """Decodes image tokens and builds rollouts, `group_size` per prompt. The padding after a text is masked."""
+        """Decodes image tokens and builds rollouts. prompts, records: one per rollout, `group_size` adjacent ones per
+        prompt. The padding after a text is masked."""
         images = self.writer.images(self.module.model, torch.stack([record.tokens for record in records]))
         samples = [self._sample(*row) for row in zip(prompts, records, images, strict=True)]
         lengths = torch.tensor([len(record.text) for record in records])
@@ -142,6 +143,7 @@ class ImageTokenPolicy:
         guidance = 1.0 if isinstance(self.drawing, ImageTokenDemonstrations) else self.drawing.guidance
         tokens = torch.stack([record.tokens for record in records])
         prefixes = self.prompts.prefixes([record.prompt for record in records], [record.text for record in records])
+        # no token is predicted from the last one, so the model does not get it
         ids, mask = self.prompts.collate(
             self.prompts.with_unconditional(prefixes, guidance, [row[:-1] for row in tokens])
         )
@@ -178,6 +180,7 @@ class ImageTokenPolicy:
         set_checkpointing(self.module, True)
         likelihoods = []
         for i, text in enumerate(texts):
+            # rows are padded on the left, so the text ends each row; a token is predicted from the one before it
             logp = self.module.text_logits(hidden[i, -len(text) - 1 : -1]).log_softmax(-1)
             likelihoods.append(logp.gather(-1, text.to(self.device)[:, None]).mean())
         return torch.stack(likelihoods).cpu()

@@ -110,6 +110,7 @@ class ImageTokenPrompts:
         if guidance != 1:
             negative = self.encode(self.drawing.negative_prompt)
             rows = [*rows, *(self.writer.unconditional(negative, row, self.tokenizer) for row in rows)]
+        # modulo: row i and its unconditional row, i + len(after), get the same tokens
         return [torch.cat([row, after[i % len(after)]]) for i, row in enumerate(rows)] if after else rows
 
     def collate(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -128,6 +129,7 @@ class ImageTokenPrompts:
         Shorter texts are padded with end tokens, whose columns are arbitrary: they are masked in rollouts. width:
         tokens of a row, padding included.
         """
+        # the tokens after the text in a row, without the last image token, from which no token is predicted
         tokens_after = len(self.writer.between) + self.writer.tokens_per_image - 1
         text = torch.full((len(records), self.reasoning_length), self.tokenizer.eos_token_id or 0)
         text_start = torch.tensor([width - tokens_after - len(record.text) for record in records])[:, None]

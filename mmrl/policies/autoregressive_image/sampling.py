@@ -45,8 +45,10 @@ class ImageTokenSampler:
         for _ in range(self.writer.tokens_per_image):
             hidden = self.module.hidden(ids, mask, past_key_values=cache, use_cache=True)
             logits = self.module.logits(hidden[:, -1:], guidance)[:, 0] / (temperature or 1.0)
-            token = (add_gumbel_noise(logits, generators) if temperature else logits).argmax(-1) + self.writer.first
+            image_token = (add_gumbel_noise(logits, generators) if temperature else logits).argmax(-1)
+            token = self.writer.first + image_token  # the id in the vocabulary
             sampled.append(token.cpu())
+            # with guidance the unconditional rows, the second half, get the same tokens
             ids = token[:, None] if guidance == 1 else token.repeat(2)[:, None]
             mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
         tokens = torch.stack(sampled, 1)
@@ -67,9 +69,11 @@ class ImageTokenSampler:
             logits = self.module.text_logits(hidden[:, -1]) / (temperature or 1.0)
             token = (add_gumbel_noise(logits, generators) if temperature else logits).argmax(-1)
             sampled = torch.cat([sampled, token.cpu()[:, None]], 1)
+            # in lockstep all ranks go on to the maximum length, and what follows the end token is cut off below
             if not self.lockstep and bool((sampled == end).any(1).all()):
                 break
             ids = token[:, None]
             mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
-        ended = (sampled == end).long()
-        return [row[keep] for row, keep in zip(sampled, ended.cumsum(1) - ended == 0, strict=True)]
+        is_end = (sampled == end).long()
+        up_to_end = is_end.cumsum(1) - is_end == 0  # no end token before this token
+        return [row[mask] for row, mask in zip(sampled, up_to_end, strict=True)]

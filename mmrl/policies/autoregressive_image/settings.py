@@ -88,6 +88,7 @@ class AutoregressiveImageModel(ModelSettings):
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        """Returns the sections `rollout`, `drawing` and `evaluation`; see `ModelSettings.sections`."""
         supervised = collects == "demonstrations"
         return {
             "rollout": ImageTokenLimits if supervised else ImageTokenSampling,
@@ -96,6 +97,7 @@ class AutoregressiveImageModel(ModelSettings):
         }
 
     def capabilities(self, config: JobConfig) -> Capabilities:
+        """Returns what the decisions of this model support; see `ModelSettings.capabilities`."""
         offers: set[Offer] = {
             "entropy",
             "square_sum",

@@ -161,6 +161,9 @@ class JanusWriter(ImageTokenWriter):
         self.between = (tokenizer.convert_tokens_to_ids(str(begin_token)),)
 
     def hidden(self, model: nn.Module, ids: Tensor, mask: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
+        """Returns the last hidden states of `ids` [row, token]. Text and image tokens have separate embeddings: each
+        table is applied to all tokens, with valid ids in place of those of the other table, and the right result is
+        selected."""
         core = core_of(model)
         is_image = ids >= self.first
         text_embeddings = core.get_input_embeddings()(ids.masked_fill(is_image, 0))
@@ -189,8 +192,8 @@ class JanusWriter(ImageTokenWriter):
         return conditional.where(keep, torch.tensor(tokenizer.pad_token_id))
 
     def image_input(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """Returns placeholder tokens for the features of the vision tower, with which Janus reads images, with the
-        tokens that begin and end an image."""
+        """Returns the tokens of an input image, [token]: a begin-of-image token, a placeholder for each feature of the
+        vision tower, with which Janus reads images, and an end-of-image token. tokens: not used."""
         end = tokenizer.special_tokens_map.get("eoi_token")
         last = [] if end is None else [tokenizer.convert_tokens_to_ids(str(end))]
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -199,10 +202,15 @@ class JanusWriter(ImageTokenWriter):
     def hidden_with_images(
         self, model: nn.Module, ids: Tensor, mask: Tensor, images: Tensor, **options: Unpack[ReadingOptions]
     ) -> Tensor:
+        """Returns the last hidden states of rows with one input image each; see
+        `ImageTokenWriter.hidden_with_images`."""
         core = core_of(model)
         weight = next(core.model.vision_model.parameters())
         outputs = core.model(
-            input_ids=ids, attention_mask=mask, pixel_values=images.to(weight).clamp(0, 1) * 2 - 1, **options
+            input_ids=ids,
+            attention_mask=mask,
+            pixel_values=images.to(weight).clamp(0, 1) * 2 - 1,  # the range of Janus is -1 to 1
+            **options,
         )
         return outputs.last_hidden_state
 
@@ -213,10 +221,11 @@ class JanusWriter(ImageTokenWriter):
         decoder = core_of(model).model.vqmodel
         device = next(decoder.parameters()).device
         parts = [decoder.decode(part.to(device)).float().cpu() for part in (tokens - self.first).split(AT_ONCE)]
-        return (torch.cat(parts) + 1) / 2
+        return (torch.cat(parts) + 1) / 2  # the range of the decoder is -1 to 1
 
     @torch.no_grad()
     def tokens(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Encodes images as image tokens with the VQ model; see `ImageTokenWriter.tokens`."""
         if tuple(images.shape[1:]) != self.size:
             raise UserError(
                 f"images of shape {list(images.shape[1:])} do not fit the model at model.path, which generates "
@@ -224,7 +233,7 @@ class JanusWriter(ImageTokenWriter):
             )
         encoder = core_of(model).model.vqmodel
         weight = next(encoder.parameters())
-        image_tokens = encoder.encode(images.to(weight) * 2 - 1).image_tokens
+        image_tokens = encoder.encode(images.to(weight) * 2 - 1).image_tokens  # the range of the encoder is -1 to 1
         return self.first + image_tokens.view(len(images), self.tokens_per_image).cpu()
 
 

@@ -26,12 +26,13 @@ def grow(
     last: int,
     trunk: Literal["candidate", "ode"] = "candidate",
 ) -> Chain:
-    """Samples `size` rollouts per prompt, which share the state before each step of the window.
-
-    noise: pure noise, [prompt, ...]. seeds: one per rollout. windows: consecutive steps, one list per prompt, all of
-    the same length. last: the grid point at which chains end. trunk: the group continues from a random candidate
-    ("candidate"), or from a deterministic step ("ode").
-    """
+    """Samples `size` rollouts per prompt, which share the state before each step of the window. Steps outside the
+    window are deterministic.
+    segment: runs parts of chains; its arguments are latents [row, ...], and for each row the index of its prompt, its
+    seed, its stochastic steps, and the grid points at which it starts and stops. noise: pure noise, [prompt, ...].
+    seeds: one per rollout. windows: consecutive steps, one list per prompt, all of the same length. last: the grid
+    point at which chains end. trunk: the group continues from a random candidate ("candidate"), or from a deterministic
+    step ("ode")."""
     num_prompts, width = len(noise), len(windows[0])
     prompts, group_seeds = list(range(num_prompts)), [int(seed) for seed in seeds[::size]]
     row_prompts, row_seeds = [g for g in prompts for _ in range(size)], [int(seed) for seed in seeds]
@@ -48,6 +49,7 @@ def grow(
         if trunk == "ode":
             x = segment(x, prompts, group_seeds, no_steps, step, [p + 1 for p in step]).final
         else:
+            # the seed of the group and the step draw the candidate, 0 to size - 1, of each group
             selected = [g * size + derive_seed(group_seeds[g], SELECTION_OFFSET + step[g]) % size for g in prompts]
             x = candidates[torch.tensor(selected, device=candidates.device)]
     window_ends = [windows[g][-1] + 1 for g in row_prompts]

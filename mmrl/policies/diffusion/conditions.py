@@ -25,6 +25,7 @@ class PromptConditions:
         one object."""
         objects = {id(item): item for item in inputs}  # rows of a group share one object; comparing contents is slow
         distinct = list(dict.fromkeys(objects.values()))
+        # the condition of a text alone does not depend on the shape of latents
         keys = {item: (item, shape if item.images else ()) for item in distinct}
         missing = [item for item in distinct if keys[item] not in self._cache]
         conditions = dict(zip(missing, self.family.encode(missing, shape), strict=True)) if missing else {}

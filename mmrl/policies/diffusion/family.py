@@ -107,7 +107,7 @@ class Family(Protocol):
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
-        """Predicts the velocity (or noise) of latents x [n, ...] at times [n]; like x, fp32.
+        """Predicts the velocity or noise (see `space`) of latents x [n, ...] at times `time` [n]: fp32, shaped like x.
 
         model: `module`, or the engine that wraps it. conditions: one per row; rows may share an object, which is moved
         to the device once. guidance: the scale that guidance-distilled models take as an input; others ignore it.

@@ -153,6 +153,7 @@ def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, flo
     with on_meta("float32"):
         vae = diffusers.__getattr__(components["vae"][0])(**components["vae"][1])
     pipeline_class = family_class.pipeline_class or diffusers.__getattr__(name)
+    # required arguments, the components that are not built (encoders, tokenizers, the scheduler), are None
     defaults = {k: p.default for k, p in inspect.signature(pipeline_class.__init__).parameters.items() if k != "self"}
     arguments = {k: (None if default is inspect.Parameter.empty else default) for k, default in defaults.items()}
     pipe: Any = pipeline_class(**{**arguments, family_class.trained: network, "vae": vae})
@@ -186,12 +187,14 @@ def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> Memo
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
 
     def predict(rows: int) -> Tensor:
+        """Runs the network on `rows` latents."""
         x = torch.empty(rows, *shape, device="meta")
         return pipeline.predict(
             pipeline.module, x, torch.empty(rows, device="meta"), [condition] * rows, denoising.embedded_guidance
         )
 
     def sample() -> None:
+        """Runs one denoising step of the images that are sampled together, and decodes them as `settings` says."""
         predict(at_once)
         pipeline.autoencoder.decode_on_device(
             torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta")
@@ -199,7 +202,7 @@ def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> Memo
 
     bytes_per_number = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
     encoder_bytes = {f"encoder {name}": count * bytes_per_number for name, count in encoders.items()}
-    vae_bytes = sum(p.numel() for p in pipeline.pipe.vae.parameters()) * 4
+    vae_bytes = sum(p.numel() for p in pipeline.pipe.vae.parameters()) * 4  # fp32
     encoders_stay = settings.encoders == "stay"
     tokens = math.prod(shape[1:]) // pipeline.patch**2
     return MemoryModel(

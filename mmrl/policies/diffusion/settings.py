@@ -99,6 +99,8 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
 
     @property
     def offers(self) -> frozenset[Offer]:
+        """The quantities that chains provide; see `ImageLikelihood.offers`. Unscaled transitions have no density of a
+        step."""
         offered: set[Offer] = {"divergence", "gaussian", "velocity", "reference_ratio", Latent, Completing}
         offered |= {"candidates" if self.shared_states else "separate_chains"}
         if not self.transition.unscaled:
@@ -282,11 +284,14 @@ class DiffusionModel(ModelSettings):
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        """Returns the sections `denoising`, `engine` and, if the algorithm samples, `rollout`; see
+        `ModelSettings.sections`."""
         if collects == "demonstrations":
             return {"denoising": DenoisingDemonstrations, "engine": ImageEngine}
         return {"denoising": Denoising, "engine": ImageEngine, "rollout": WorkerSampling}
 
     def capabilities(self, config: JobConfig) -> Capabilities:
+        """Returns what the decisions of `denoising.likelihood` support; see `ModelSettings.capabilities`."""
         denoising = config.section("denoising")
         if isinstance(denoising, DenoisingDemonstrations):
             return Capabilities(f"model.type={self.type}", frozenset({"matching", "reference_ratio", "steering"}))
@@ -297,6 +302,8 @@ class DiffusionModel(ModelSettings):
         )
 
     def check(self, config: JobConfig) -> None:
+        """Raises ValueError for a likelihood that does not fit the algorithm, the group size or asynchronous
+        workers."""
         denoising = config.section("denoising")
         likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None
         if isinstance(config.rollout, WorkerSampling) and config.rollout.workers is not None:
@@ -342,6 +349,8 @@ class DiffusionModel(ModelSettings):
         return load_attribute("mmrl.policies.diffusion.memory_estimate:memory_model")(self, config, path)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
+        """Loads the policy at `path`. Rollouts keep the network's predictions (`keep_predictions`) if the likelihood
+        can use them, sampling has the current weights, and the old policy would otherwise need a forward pass."""
         denoising = config.section("denoising")
         engine: ImageEngine = config.engine
         likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None

@@ -202,6 +202,8 @@ class SmallFamily:
         self._ids = {word: i + 1 for i, word in enumerate(config.words)}
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
+        """Returns [channel, height, width] of latents, which are the pixels. Raises UserError for another resolution
+        than the model's, and for frames."""
         if resolution not in (None, self.config.size, (self.config.size,) * 2):
             size = self.config.size
             raise UserError(
@@ -221,6 +223,8 @@ class SmallFamily:
         return sigma, sigma
 
     def encode(self, inputs: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
+        """Returns one condition per input: the ids of its words. Raises UserError for images, and for words that the
+        model does not know."""
         with_image = next((item for item in inputs if item.images), None)
         if with_image is not None:
             raise UserError(
@@ -258,6 +262,7 @@ class SmallFamily:
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
+        """Predicts the velocity of x [n, channel, height, width]; see `Family.predict`. guidance: not used."""
         words = torch.stack([c["words"] for c in conditions]).to(x.device)
         dtype = next(self.module.parameters()).dtype
         return model(x.to(dtype), time.to(x), words).float()

@@ -51,8 +51,9 @@ def steered(
 def particles(
     policy: DiffusionPolicy, prompts: Sequence[Prompt], seeds: Sequence[int], steering: Steering, score: Score
 ) -> tuple[Tensor, list[Prompt], Tensor]:
-    """Runs the search. Returns the final latents [particle, ...], `count` per prompt, prompt by prompt, the prompt of
-    each particle, and the index of that prompt, [particle] int64."""
+    """Runs the search. Returns three values per particle: its final latents [particle, ...], its prompt, and the index
+    of that prompt in `prompts`, [particle] int64. Particles of a prompt are adjacent. Arguments and errors: see
+    `steered`."""
     family, settings, shape = policy.family, policy.denoising, policy.evaluation_shape
     if steering.transition.space != family.space:
         raise UserError(
@@ -89,6 +90,7 @@ def particles(
         row_points = torch.full((len(particle_prompts),), stop)
         v = predict(x, row_points, torch.arange(len(particle_prompts))).float()
         expected = predicted_data(x, v, sampler.grid.sigmas[row_points], sampler.deterministic)
+        # intermediate rewards are those of the images that the network expects at this step
         rewards = score(decoded_samples(particle_prompts, family.decode(expected).float().cpu()), group)
         logits = steering.strength * (rewards - old_rewards)
         indices = []

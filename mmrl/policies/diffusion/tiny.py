@@ -186,10 +186,8 @@ def _t5(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
 @torch.no_grad()
 def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
     """Builds an AutoencoderKLWan that halves height and width and keeps all frames, by weights that are set by hand.
-
     Latents are the means of 2 x 2 pixels, and decoding repeats them; videos made of cells of 2 x 2 pixels are decoded
-    exactly. It works as `identity_vae`, with an RMS norm over x, -x and two margin channels.
-    """
+    exactly. See `identity_vae` for the method; here an RMS norm acts on x, -x and two constant channels (margins)."""
     used = 2 * channels + 2  # channels: x, -x and two margins
     width = 2 * used  # its upsampling halves the channels
     vae: Any = AutoencoderKLWan(

@@ -36,7 +36,7 @@ def decision_weights(branching: Sequence[int], width: int) -> Tensor:
 
 def node_ids(branching: Sequence[int], width: int, group_size: int, groups: int) -> Tensor:
     """Returns the tree node of each decision, [rollout, decision] int64. Rollouts of a group with the same id share the
-    decision."""
+    decision. width: decisions of a rollout."""
     leaf = torch.arange(group_size).repeat(groups)
     return torch.stack([leaf // shared for shared in sharing_leaves(branching, width)], 1)
 
@@ -45,15 +45,15 @@ def grow(
     segment: Segment, noise: Tensor, seeds: list[int], windows: list[list[int]], branching: Sequence[int], last: int
 ) -> Chain:
     """Samples one tree of chains from each row of `noise` [group, ...]. The leaves of a group are adjacent rows.
-
-    Steps before and after the window are deterministic; each step of the window has `branching` children. seeds: one
-    per group. windows: the steps of the window, one list per group. last: the grid point at which chains end.
-    """
+    Steps before and after the window are deterministic; at each step of the window every chain is continued by as many
+    children as `branching` says. segment: runs parts of chains; its arguments are latents [row, ...], and for each row
+    its group, its seed, its stochastic step, and the grid points at which it starts and stops. seeds: one per group.
+    windows: the steps of the window, one list per group. last: the grid point at which chains end."""
     width, groups = len(windows[0]), range(len(seeds))
     children = [*branching, *[1] * (width - len(branching))]
     chain = segment(noise, [*groups], seeds, None, [0] * len(seeds), [window[0] for window in windows])
     steps: list[Tensor] = []  # for each step of the window the states before and after it, [2, chain, ...]
-    for j, k in enumerate(children):
+    for j, k in enumerate(children):  # k children of every chain at step j of the window
         num_chains = math.prod(children[: j + 1])  # per group
         group = [g for g in groups for _ in range(num_chains)]
         child_seeds = [derive_seed(seeds[g], n) for g in groups for n in range(num_chains)]

@@ -211,7 +211,7 @@ def _llama_name(name: str) -> str:
 
 
 def _qwen_config(model_type: str) -> Callable[[ModelConfig], ModelConfig]:
-    """Returns a function that converts a configuration to one of Qwen2 or Qwen3."""
+    """Returns a function that converts the contents of a config.json to those of `model_type`, qwen2 or qwen3."""
 
     def config(values: ModelConfig) -> ModelConfig:
         return {"model_type": model_type} | {key: values[key] for key in QWEN_KEYS if key in values}

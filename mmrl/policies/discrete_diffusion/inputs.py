@@ -49,7 +49,7 @@ class StateCollator:
         for row, (record, order) in enumerate(zip(records, orders, strict=True)):
             prompt, n = len(record.prompt), self.layout.length
             earlier = order[None, :] < order[:, None]  # [position, position]
-            attention[row, : prompt + 2 * n, :prompt] = True
+            attention[row, : prompt + 2 * n, :prompt] = True  # all tokens but padding attend to the prompt
             attention[row, prompt : prompt + n, prompt : prompt + n] = ~earlier.T
             attention[row, prompt + n : prompt + 2 * n, prompt : prompt + n] = earlier
             response_positions = torch.arange(prompt, prompt + n)
@@ -60,7 +60,8 @@ class StateCollator:
         self, records: list[MaskedRecord], states: list[States], blocks: Tensor, noised_response: NoisedResponse
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rows of prompt, response and noised response, one per record and state: token ids [row, token],
-        attention mask [row, token, token] and position ids [row, token]; see `block_attention`."""
+        attention mask [row, token, token] and position ids [row, token]; see `block_attention`. states: one per record.
+        blocks: [position], the block of each position of the response."""
         rows = [
             torch.cat([record.prompt, record.response, noised_response(record, row_states, s)])
             for record, row_states in zip(records, states, strict=True)

@@ -63,7 +63,7 @@ def elbo(seed: int, length: int, num_states: int, antithetic: bool = False) -> S
     generator, parts = _generator(seed), num_states // 2 if antithetic else num_states
     uniform = (torch.arange(parts) + torch.rand(parts, generator=generator)) / parts
     num_masked = (uniform * length).long().clamp(max=length - 1) + 1  # uniform in 1 to length
-    rank = torch.rand(parts, length, generator=generator).argsort(1).argsort(1)
+    rank = torch.rand(parts, length, generator=generator).argsort(1).argsort(1)  # a random permutation in each row
     masked = rank < num_masked[:, None]
     if antithetic:
         masked = torch.stack([masked, rank >= num_masked[:, None] - 1], 1).flatten(0, 1)
@@ -93,6 +93,7 @@ def staircase(seed: int, blocks: Tensor, num_states: int) -> States:
     for block in blocks.unique().tolist():
         positions = (blocks == block).nonzero().flatten()
         num_masked = torch.randint(1, len(positions) + 1, (num_states, 1), generator=generator)
+        # a random permutation in each row
         rank = torch.rand(num_states, len(positions), generator=generator).argsort(1).argsort(1)
         masked[:, positions] = rank < num_masked
         weight[:, positions] = (rank < num_masked) * (len(positions) / (num_masked * num_states)).float()
@@ -127,7 +128,8 @@ def trace(steps: Tensor, num_steps: int, shrink: int) -> States:
     steps: [position] int64, the step in which a position was filled, 0 to num_steps - 1. Steps that filled no
     position, because a threshold filled positions early, do not count.
     """
-    state = torch.arange(-(-num_steps // shrink))[:, None]
+    state = torch.arange(-(-num_steps // shrink))[:, None]  # their number is num_steps / shrink, rounded up
+    # unique numbers the steps that filled positions from 0
     scored_in = (steps.unique(return_inverse=True)[1] // shrink)[None]
     return States(scored_in >= state, (scored_in == state).float())
 

@@ -143,6 +143,7 @@ class DiscreteDiffusionPolicy(ABC):
         mean_weight = score_weight / weight.sum(1)[rollout, position].to(self.device)
         index = (rollout.to(self.device), position.to(self.device))
         zeros = torch.zeros(len(records), self.layout.length, device=self.device)
+        # scored: logp, entropy, square_sum, distributions, cross-entropy with `old`, value; the last three are optional
         logp, entropy, square_sum = (
             zeros.index_put(index, values * weights, accumulate=True)
             for values, weights in zip(scored[:3], (score_weight, mean_weight, mean_weight), strict=True)

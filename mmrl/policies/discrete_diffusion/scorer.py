@@ -78,6 +78,7 @@ class MaskScorer(nn.Module):
         else:
             options["attention_mask"] = mask.long()
         outputs = self.model(input_ids=ids, **options)
+        # a shifted model predicts a token at the position before it
         index = (row, column - 1 if self.shifted else column)
         all_logits = outputs.logits[index].float()
         logits = all_logits.index_fill(-1, self.suppressed, -torch.inf)
@@ -122,6 +123,6 @@ class MaskScorer(nn.Module):
         logp = logits.log_softmax(-1)
         if old is None:
             return *scores, logp.detach()
-        not_suppressed = old > -torch.inf
+        not_suppressed = old > -torch.inf  # at suppressed tokens both are -inf, and 0 x -inf would be NaN
         cross_entropy = -(old.exp() * logp.where(not_suppressed, 0.0)).sum(-1)
         return *scores, logp.detach(), cross_entropy

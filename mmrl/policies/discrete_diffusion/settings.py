@@ -87,6 +87,8 @@ class LeftToRight(Order):
     type: str = "left_to_right"
 
     def scores(self, token_logp: Tensor, entropy: Tensor, uniform: Tensor) -> Tensor:
+        """Returns minus the index of each position, [row, position], so that the first masked position is filled
+        next."""
         import torch
 
         return -torch.arange(token_logp.shape[1], device=token_logp.device).expand_as(token_logp).float()
@@ -424,6 +426,7 @@ class MaskedModel(TokenDiffusionModel):
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        """Returns the sections `rollout`, `unmasking` and `evaluation`; see `ModelSettings.sections`."""
         supervised = collects == "demonstrations"
         return {
             "rollout": WritingLimits if supervised else WritingSampling,
@@ -432,12 +435,14 @@ class MaskedModel(TokenDiffusionModel):
         }
 
     def capabilities(self, config: JobConfig) -> Capabilities:
+        """Returns what the decisions of this model support; see `ModelSettings.capabilities`."""
         shared = super().capabilities(config)
         limits: WritingLimits = config.rollout
         parts: set[Offer] = {"parts", Segmented} if limits.reasoning_length else set()
         return Capabilities(shared.source, shared.offers | {"critic"} | parts, groups=("critic",))
 
     def check(self, config: JobConfig) -> None:
+        """Raises ValueError for settings of `unmasking`, `rollout` and the critic that do not fit one another."""
         from mmrl.policies.discrete_diffusion.schedule import text_and_image_schedule
 
         unmasking: UnmaskingRollouts | UnmaskingDemonstrations = config.section("unmasking")

@@ -56,6 +56,7 @@ class UniformPolicy(DiscreteDiffusionPolicy):
             logits = self.module.logits(ids, mask, rows, prompt_lengths[rows] + position)
             logits = logits.view(len(prompts), self.layout.length, -1) / (temperature or 1.0)
             tokens = (add_gumbel_noise(logits, generators) if temperature else logits).argmax(-1).cpu()
+            # (t - s) / t for equal steps; 1 in the last one
             replace_mask = self._uniform(generators) < 1 / (self.noising.steps - step)
             response = torch.where(replace_mask, tokens, response)
         logp_temperature = temperature or 1.0  # log-probabilities of greedy responses (temperature 0) are those at 1

@@ -67,6 +67,7 @@ class UniformModel(TokenDiffusionModel):
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        """Returns the sections `rollout`, `noising` and `evaluation`; see `ModelSettings.sections`."""
         supervised = collects == "demonstrations"
         return {
             "rollout": MaskedLimits if supervised else MaskedSampling,
@@ -75,6 +76,7 @@ class UniformModel(TokenDiffusionModel):
         }
 
     def check(self, config: JobConfig) -> None:
+        """Raises ValueError if states change with every epoch (`redraw`), but the algorithm needs them to stay."""
         super().check(config)
         noising = config.section("noising")
         if isinstance(noising, NoisingRollouts):

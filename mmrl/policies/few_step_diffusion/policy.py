@@ -49,6 +49,8 @@ class FewStepPolicy:
     """
 
     def __init__(self, policy: DiffusionPolicy, network: torch.nn.Module, settings: FewStepSampler) -> None:
+        """policy: the model. network: the student's network. settings: the section `model.sampler`, whose `steps` must
+        divide the model's denoising steps."""
         self.policy, self.settings = policy, settings
         denoising = policy.denoising.model_copy(
             update={"guidance": 1.0, "evaluation_guidance": 1.0, "evaluation_steps": settings.steps}
@@ -79,6 +81,7 @@ class FewStepPolicy:
         for policy, mask in ((self.student, by_student), (self.policy, ~by_student)):
             rows = mask.nonzero().flatten().tolist()
             parts.append(policy.rollout([row_prompts[i] for i in rows], 1, [int(seeds[i]) for i in rows], step=step))
+        # restores the order of rollouts: those of the student come first in the concatenation
         order = torch.cat([by_student.nonzero().flatten(), (~by_student).nonzero().flatten()]).argsort()
         rollouts = Rollouts.concat(parts).select(order)
         rollouts.group = torch.arange(len(row_prompts)) // group_size

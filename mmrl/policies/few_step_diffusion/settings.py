@@ -51,6 +51,7 @@ class FewStepModel(DiffusionModel):
         return Capabilities(f"model.type={self.type}", (diffusion.offers - unsupported) | {"distillation"})
 
     def check(self, config: JobConfig) -> None:
+        """Raises ValueError for likelihoods and numbers of steps that do not work with a few-step student."""
         super().check(config)
         denoising = config.section("denoising")
         if not isinstance(denoising, Denoising):

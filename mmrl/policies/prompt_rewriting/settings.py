@@ -68,12 +68,14 @@ class PromptRewritingModel(DiffusionModel):
         return {**diffusion, "rollout": TokenSampling, "evaluation": TokenEvaluation, "engine": TokenEngine}
 
     def capabilities(self, config: JobConfig) -> Capabilities:
+        """Returns what the decisions of this model support; see `ModelSettings.capabilities`."""
         return Capabilities(
             "model.type=prompt_rewriting",
             frozenset({"text", "parts", Segmented, "single_sample_kl", "reference_ratio"}),
         )
 
     def check(self, config: JobConfig) -> None:
+        """Raises ValueError for settings of other sections that do not work with rewritten prompts."""
         super().check(config)
         rollout, denoising = config.rollout, config.section("denoising")
         if not isinstance(denoising, Denoising) or not isinstance(rollout, TokenSampling):

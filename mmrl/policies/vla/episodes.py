@@ -171,6 +171,7 @@ def build_trajectory(steps: Sequence[PolicyStep], *, success: bool) -> Trajector
 def collect_steps(records: Sequence[EpisodeRecord]) -> Steps:
     """Collects rewards, values and ends of episodes in tensors [episode, policy step], from which returns are
     computed."""
+    # at least one column, if all episodes were lost at once
     zeros = torch.zeros(len(records), max(1, *(len(record.policy_steps) for record in records)))
     steps = Steps(
         mask=zeros.bool(),

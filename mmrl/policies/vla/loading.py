@@ -235,6 +235,7 @@ def load_backbone(
             raise UserError(f"OpenVLA: {error}; install it with: {extra_command('openvla')}") from error
         _check_no_camera_features(path, action)
         return openvla.load(path, model, action, max_prompt_length, sizes)
+    # keys of a LeRobot policy's config.json
     if "output_features" in checkpoint_config and checkpoint_config.get("type"):
         _check_not_openvla(path, action)
         return _load_lerobot(path, checkpoint_config["type"], model, action)

@@ -252,7 +252,8 @@ def lerobot_model(settings: VisionLanguageActionModel, config: JobConfig, path: 
     layers, keys, tokens = sizes["keys"]
     width, dtype = sizes["expert"]["hidden_size"], getattr(torch, settings.dtype)
     with on_meta(settings.dtype):
-        expert: Any = LlamaModel(LlamaConfig(**sizes["expert"], vocab_size=3))
+        expert: Any = LlamaModel(LlamaConfig(**sizes["expert"], vocab_size=3))  # it gets embeddings, no tokens
+        # scale, shift and gate of each modulated norm
         modulation = nn.Linear(width, 3 * width * sizes["modulated"]) if sizes["modulated"] else nn.Identity()
         expert_size = sum(p.numel() for part in (expert, modulation) for p in part.parameters())
         rest = nn.Linear(int(sizes["weights"]) - expert_size, 1, bias=False)

@@ -516,6 +516,8 @@ class VisionLanguageActionModel(ModelSettings):
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
+        """Returns the sections that depend on the head and on what the algorithm collects; only heads with a
+        temperature have one in `rollout` and `evaluation`."""
         action = tree.get("action")
         head_tree = action.get("head", {}) if isinstance(action, Mapping) else {}
         head = kind_of(ActionHead, head_tree, ("action", "head"))  # type: ignore[type-abstract]
@@ -531,6 +533,7 @@ class VisionLanguageActionModel(ModelSettings):
         return sections
 
     def capabilities(self, config: JobConfig) -> Capabilities:
+        """Returns what the decisions of the head and the policy support; see `ModelSettings.capabilities`."""
         action: Actions = config.section("action")
         policy_offers: frozenset[Offer] = frozenset({"lengths", "critic", Stepwise, EpisodeStoring, OffPolicyLearning})
         demonstration_offers: frozenset[Offer] = frozenset(
@@ -542,6 +545,7 @@ class VisionLanguageActionModel(ModelSettings):
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 
     def check(self, config: JobConfig) -> None:
+        """Raises ValueError for settings of other sections that the head or the policy does not support."""
         rollout = config.rollout
         action: Actions = config.section("action")
         if isinstance(rollout, WorkerSampling) and rollout.workers is not None:

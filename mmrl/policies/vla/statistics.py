@@ -236,6 +236,7 @@ def _data_sets(path: str) -> dict[str, dict[str, Entry]]:
         }
     grouped: dict[str, dict[str, Entry]] = {}
     for name, entry in tree.items():
+        # the longest name first, since "observation.state" also ends with ".state"
         for feature in sorted((*FEATURE_NAMES["action"], *FEATURE_NAMES["state"]), key=len, reverse=True):
             if ends_with(name, [feature]):
                 grouped.setdefault(name.removesuffix(feature).rstrip("."), {})[name] = entry
@@ -281,6 +282,7 @@ def _pool(entries: Sequence[Entry]) -> Entry:
     )
     count = np.array([e["count"] for e in entries], float).reshape(len(entries), 1)
     mean = (count * means).sum(0) / count.sum()
+    # the variance inside episodes plus that of their means
     variance = (count * (stds**2 + (means - mean) ** 2)).sum(0) / count.sum()
     summary = {"mean": mean, "std": variance**0.5, "min": minima.min(0), "max": maxima.max(0)}
     return {name: values.tolist() for name, values in summary.items()}

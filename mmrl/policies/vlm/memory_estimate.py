@@ -68,7 +68,7 @@ def network(path: str, *, dtype: str, freeze: Sequence[str], lora: LoRA | None) 
         model: nn.Module = AutoModelForImageTextToText.from_config(model_config(path), attn_implementation="sdpa")
         if (Path(path) / "adapter_config.json").is_file():
             model, lora = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path)), None
-            path = ""
+            path = ""  # the LoRA at `path` is in the model already: `adapt` must not load it
         model = adapt(model, path, freeze=freeze, lora=lora)
     return model.to(getattr(torch, dtype))
 
@@ -152,4 +152,5 @@ def image_activations(model: nn.Module, rows: int, rollout: TokenLimits, setting
     depth = vision.to_dict().get("depth") or vision.num_hidden_layers
     patches = rows * rollout.max_prompt_length * 4
     per_layer = 2 if settings.activation_checkpointing else LAYER_BYTES  # 2: only the input of a layer is kept
+    # the second term: one layer in full, which checkpointing recomputes
     return float(per_layer * patches * vision.hidden_size * depth + LAYER_BYTES * patches * vision.hidden_size)

@@ -193,6 +193,7 @@ def _encode_same_sizes(processor: Processor, rows: Sequence[_Row], inside: bool)
         ) from error
     unpadded = encoded.pop("attention_mask").bool()
     ids = encoded.pop("input_ids")
+    # the processor concatenates the images of all texts; each text has equally many of equal size
     images = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
     tokens = []
     for i in range(len(texts)):

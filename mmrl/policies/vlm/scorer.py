@@ -56,27 +56,27 @@ class FusedHead(nn.Module):
         temperature: float | Tensor,
         excluded: Tensor | None,
         chunk: int,
-        others: Tensor | None = None,
+        alternatives: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Returns logp of the targets, entropy and sum of squared probabilities, [decision] fp32 each.
 
         hidden: [decision, hidden]; targets: token ids, [decision]; temperature: one number, or [decision]; excluded:
-        ids of tokens that get probability 0; chunk: decisions per chunk of logits. others: ids of alternative tokens,
+        ids of tokens that get probability 0; chunk: decisions per chunk of logits. alternatives: ids of further tokens,
         [decision, k], or [k] for all decisions; their logp [decision, k] is then returned last.
         """
         if len(targets) == 0:  # the product has no rows, but under ZeRO-3 all ranks must use the weight
             empty = (hidden @ self.weight.t()).float().sum(1)
-            empty_others = () if others is None else (empty[:, None].expand(-1, others.shape[-1]),)
-            return empty, empty.clone(), empty.clone(), *empty_others
+            empty_alternatives = () if alternatives is None else (empty[:, None].expand(-1, alternatives.shape[-1]),)
+            return empty, empty.clone(), empty.clone(), *empty_alternatives
         if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
             hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
         scores = hidden_logprob(hidden, self.weight, targets, temperature=temperature, excluded=excluded, chunk=chunk)
         scored = scores.logp, scores.entropy, scores.square_sum
-        if others is None:
+        if alternatives is None:
             return scored
         # logp = logit - normaliser; the normaliser is the target's logit minus the target's logp
-        equation = "dh,kh->dk" if others.dim() == 1 else "dh,dkh->dk"
-        logits = torch.einsum(equation, hidden.float(), self.weight[others].float()) / temperature
+        equation = "dh,kh->dk" if alternatives.dim() == 1 else "dh,dkh->dk"
+        logits = torch.einsum(equation, hidden.float(), self.weight[alternatives].float()) / temperature
         target = (hidden.float() * self.weight[targets].float()).sum(1) / temperature
         return *scored, logits - (target - scores.logp)[:, None]
 
@@ -113,13 +113,13 @@ class TokenScorer(nn.Module):
         targets: Tensor,
         chunks: int | None,
         temperature: float | Tensor,
-        others: Tensor | None = None,
-        count: int = 0,
+        alternatives: Tensor | None = None,
+        num_likeliest: int = 0,
         *,
         packs: bool = False,
     ) -> tuple[Tensor, ...]:
         """Returns logp, entropy and sum of squared probabilities, then the critic's value of the tokens before each
-        decision if there is a critic, then the logp of `others` if given. All are fp32, [decision], the last one
+        decision if there is a critic, then the logp of `alternatives` if given. All are fp32, [decision], the last one
         [decision, k].
 
         inputs: of the model, with input_ids [row, length]. continuations: if given, `inputs` holds only the prompts,
@@ -127,8 +127,8 @@ class TokenScorer(nn.Module):
         targets[i] is predicted at position column[i] of row row[i]. chunks: number of parts in which logits are
         computed if the output layer and the log-softmax cannot run as one fused kernel; under ZeRO-3 it must be equal
         on all ranks; None: as many as this rank needs.
-        temperature: one number, or [decision]. others: ids of alternative tokens, [decision, k], or [k] for all
-        decisions. count: if above 0, only the ids of the `count` likeliest tokens are returned, [decision, count].
+        temperature: one number, or [decision]. alternatives: ids of further tokens, [decision, k], or [k] for all
+        decisions. num_likeliest: if above 0, only the ids of so many likeliest tokens are returned, [decision, rank].
         packs: whether the decoder skips padding.
         """
         core = transformers_model(self.model)
@@ -138,9 +138,10 @@ class TokenScorer(nn.Module):
         else:
             states = self._continued(core, inputs, continuations)
         hidden = states[row, column]
-        if count:
-            return (self._likeliest(core.get_output_embeddings(), hidden, targets, temperature, count),)
-        scored = self._scored(core, hidden, targets, chunks, temperature, others)
+        if num_likeliest:
+            likeliest = self._likeliest(core.get_output_embeddings(), hidden, targets, temperature, num_likeliest)
+            return (likeliest,)
+        scored = self._scored(core, hidden, targets, chunks, temperature, alternatives)
         if self.critic is None:
             return scored
         return *scored[:3], self.critic(hidden), *scored[3:]
@@ -165,20 +166,25 @@ class TokenScorer(nn.Module):
         targets: Tensor,
         chunks: int | None,
         temperature: float | Tensor,
-        others: Tensor | None,
+        alternatives: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Returns logp, entropy, sum of squared probabilities and, if given, logp of `others`; see `forward`.
+        """Returns logp, entropy, sum of squared probabilities and, if given, logp of `alternatives`; see `forward`.
 
         hidden: [decision, hidden], hidden states at the positions that predict the targets.
         """
         if self.fused is not None:
             excluded = self.suppressed if len(self.suppressed) else None
-            scored: tuple[Tensor, ...] = self.fused(hidden, targets, temperature, excluded, self.chunk, others)
+            scored: tuple[Tensor, ...] = self.fused(hidden, targets, temperature, excluded, self.chunk, alternatives)
             return scored
         head = core.get_output_embeddings()
         chunks = max(1, math.ceil(len(targets) / self.chunk)) if chunks is None else chunks
         temperatures = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
-        columns = (hidden, targets, temperatures, *(() if others is None else (others.expand(len(targets), -1),)))
+        columns = (
+            hidden,
+            targets,
+            temperatures,
+            *(() if alternatives is None else (alternatives.expand(len(targets), -1),)),
+        )
         pieces = (values.tensor_split(chunks) for values in columns)
         parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))
@@ -195,16 +201,16 @@ class TokenScorer(nn.Module):
         return torch.cat([last, prefix.extend(continuations.ids, continuations.mask)], 1)
 
     def _score(
-        self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor, others: Tensor | None = None
+        self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor, alternatives: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Returns logp, entropy and sum of squared probabilities of one chunk, [decision] each, and, if given, logp of
-        `others`, [decision, k]."""
+        `alternatives`, [decision, k]."""
         logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
-        logp_of_others = () if others is None else (logits.log_softmax(-1).gather(1, others),)
+        alternative_logp = () if alternatives is None else (logits.log_softmax(-1).gather(1, alternatives),)
         if len(targets) == 0:
-            return logits.sum(-1), logits.sum(-1), logits.sum(-1), *logp_of_others
+            return logits.sum(-1), logits.sum(-1), logits.sum(-1), *alternative_logp
         scores = token_logprob(logits, targets)
-        return scores.logp, scores.entropy, scores.square_sum, *logp_of_others
+        return scores.logp, scores.entropy, scores.square_sum, *alternative_logp
 
 
 def set_checkpointing(module: nn.Module, on: bool) -> None:

@@ -134,6 +134,7 @@ class VisionLanguageModel(ModelSettings):
         return {"rollout": rollout, "evaluation": TokenEvaluation, "engine": TokenEngine}
 
     def capabilities(self, config: JobConfig) -> Capabilities:
+        """Returns what the decisions of this model support with the job's generator and task; see `ModelSettings`."""
         offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", DiscreteDecisions, "single_sample_kl", "views"}
         offers |= {
             "lengths",
@@ -162,6 +163,8 @@ class VisionLanguageModel(ModelSettings):
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 
     def check(self, config: JobConfig) -> None:
+        """Raises ValueError for a critic, an environment or options of vLLM that do not fit this model or one
+        another."""
         critic, sampling = config.needs.critic, config.rollout
         if not (critic is None or isinstance(critic, SharedCritic)):
             raise ValueError(

@@ -81,6 +81,7 @@ def _find_forms(processor: Processor, template: str) -> TemplateForms:
     system = _form(processor, "system", [], [{"role": "user", "content": question}])
     messages = [{"role": "user", "content": question}]
     assistant = _form(processor, "assistant", messages, [{"role": "user", "content": question}])
+    # in a string mmrl itself writes the placeholders of images and videos
     media = {medium for medium in ("image", "video") if user == "text" or _renders(processor, medium)}
     return TemplateForms(user, system, assistant or user, frozenset(media))
 

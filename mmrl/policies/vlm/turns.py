@@ -150,6 +150,7 @@ class Conversations:
 
         An environment may change the prompt; all rollouts of a group then get the changed prompt of the first one.
         """
+        # `before_start`: the prompt before an environment changed it
         prompts = [prompt.before_start or replace(prompt, messages=chat(prompt)) for prompt in prompts]
         row_prompts = [prompt for prompt in prompts for _ in range(group_size)]
         with self.stepping() as steps:
@@ -331,8 +332,8 @@ class Conversations:
     # --- demonstrations ---
 
     def demonstrate(self, policy: ConversingPolicy, prompts: Sequence[Prompt]) -> Rollouts:
-        """Returns demonstrated conversations, for supervised fine-tuning: the policy's turns are given texts, which the
-        environment answers.
+        """Returns demonstrated conversations, for supervised fine-tuning: the policy's turns are the texts of the
+        prompt's demonstration, which the environment answers.
 
         The turns are the list of texts in `prompt.metadata["demonstration"]`, or one text. Raises UserError if the
         environment ends a conversation before its last turn, or if a turn is too long or holds tokens that the policy
@@ -469,6 +470,8 @@ class ThreadedSteps(LocalSteps):
         self.pending[id(draft)] = (draft, self._pool.submit(answer))
 
     def results(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
+        """Returns the answers that are finished now, with their drafts. block: wait for at least one if any is
+        pending."""
         if block:
             wait([future for _, future in self.pending.values()], return_when=FIRST_COMPLETED)
         answers = [(draft, future.result()) for draft, future in self.pending.values() if future.done()]

@@ -107,6 +107,7 @@ class ChainDecisions:
             start: list[int],
             stop: list[int],
         ) -> Chain:
+            """Runs parts of chains, one per row; see `trees.Segment`."""
             steps: list[list[int]] = [[]] * len(group) if stochastic is None else [[step] for step in stochastic]
             return denoiser.denoise(x, [inputs[g] for g in group], steps, row_seeds, start=start, stop=stop)
 

@@ -112,8 +112,8 @@ class Denoiser:
     ) -> Rollouts:
         """Builds rollouts from finished chains.
 
-        prompts, condition_inputs, windows: one per row. seeds: of the noises with which latents are scored, one per
-        row. decisions: their number in a rollout. decode: add images to the samples.
+        prompts, condition_inputs, windows: one per row. seeds: one per row, of the noises with which latents are
+        scored. decisions: number of decisions of a rollout. decode: add images to the samples.
         """
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
         predictions = [None] * len(condition_inputs) if chain.v is None else list(chain.v.cpu())

@@ -35,10 +35,11 @@ class LastStepDecisions:
         return self.denoiser.rollouts(row_prompts, inputs, group_size, seeds, chain, windows, self.count)
 
     def _sample(self, inputs: Sequence[ConditionInputs], seeds: Sequence[int]) -> Chain:
-        """Runs deterministic chains. The `x` of the result is the latents before the last steps."""
+        """Runs deterministic chains, one per input. In the result `x` holds the latents before the last steps, from
+        which a replay starts, and `x_next` the final latents."""
         denoiser = self.denoiser
         no_steps: list[list[int]] = [[]] * len(inputs)
-        split = [len(denoiser.sampler.grid) - self.steps] * len(inputs)
+        split = [len(denoiser.sampler.grid) - self.steps] * len(inputs)  # the grid point at which the last steps begin
         x = denoiser.denoise(denoiser.initial_noise(seeds), inputs, no_steps, seeds, stop=split).final
         final = denoiser.denoise(x, inputs, no_steps, seeds, start=split).final
         return Chain(final, x[:, None], final[:, None])
@@ -51,9 +52,9 @@ class LastStepDecisions:
         `extras`. With guidance the gradient goes through the conditional pass alone, as in other replays."""
         records: list[ImageRecord] = rollouts.inputs
         denoiser, sampler = self.denoiser, self.denoiser.sampler
-        x = torch.stack([record.x[0] for record in records]).to(denoiser.device)
+        x = torch.stack([record.x[0] for record in records]).to(denoiser.device)  # the latents before the last steps
         inputs, last = [record.condition_inputs for record in records], len(sampler.grid)
-        stochastic = torch.zeros(len(records), dtype=torch.bool)  # no step is
+        stochastic = torch.zeros(len(records), dtype=torch.bool)  # no step is stochastic
         for point in range(last - self.steps, last):
             row_points = torch.full((len(records),), point)
             sigma, time = sampler.grid.sigmas[row_points], sampler.grid.times[row_points]

@@ -40,8 +40,9 @@ class LevelDecisions:
     def demonstrate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], prompt_dropout: float, negative_prompt: str
     ) -> Rollouts:
-        """Builds rollouts of given images; see `DiffusionPolicy.demonstrate`. prompt_dropout: the probability that the
-        text of a prompt is replaced by `negative_prompt`."""
+        """Builds rollouts of the images in metadata["target"] of prompts; see `DiffusionPolicy.demonstrate`. seeds: one
+        per prompt. prompt_dropout: the probability that the text of a prompt is replaced by `negative_prompt`. Raises
+        UserError for a prompt without a target."""
         missing = next((p.id for p in prompts if "target" not in p.metadata), None)
         if missing is not None:
             raise UserError(
@@ -50,7 +51,7 @@ class LevelDecisions:
             )
         targets = torch.stack([p.metadata["target"] for p in prompts])
         data = self.denoiser.family.to_latents(targets.to(self.denoiser.device))
-        empty = data.new_zeros(len(data), 0, *data.shape[1:])
+        empty = data.new_zeros(len(data), 0, *data.shape[1:])  # a chain of 0 steps
         inputs = [ConditionInputs.from_prompt(p) for p in prompts]
         rollouts = self._rollouts(prompts, inputs, 1, seeds, Chain(data, empty, empty), decode=False)
         for i, record in enumerate(rollouts.inputs):
@@ -74,6 +75,7 @@ class LevelDecisions:
         """Builds rollouts of finished chains, with the seeds of their noise levels: one per group if
         `likelihood.shared`, else one per rollout."""
         shared = isinstance(self.likelihood, ImageMatching) and self.likelihood.shared is True
+        # i - i % group_size: the first rollout of the group
         level_seeds = [seeds[i - i % group_size] if shared else seed for i, seed in enumerate(seeds)]
         windows: list[list[int]] = [[]] * len(prompts)
         return self.denoiser.rollouts(

@@ -35,7 +35,9 @@ class FluxKontext(Flux):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
-        """Adds position ids for the tokens of the source, with 1 in the first coordinate."""
+        """Returns the inputs of the network besides the latents, with position ids for the tokens of the source too:
+        those of the image, with 1 in the first coordinate. `predict` appends the source's latents to the image's
+        tokens."""
         inputs = super()._inputs(time, texts, size, guidance)
         positions = inputs["img_ids"]
         inputs["img_ids"] = torch.cat([positions, positions + positions.new_tensor([1, 0, 0])])
@@ -55,6 +57,7 @@ class QwenImageEdit(QwenImage):
         return 0
 
     def _condition(self, inputs: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
+        """Returns the condition of one prompt: embeddings of its text and source image, and the source's latents."""
         source = self._source(inputs, shape)
         tokens, mask = self.pipe.encode_prompt(
             prompt=inputs.text, image=self._encoder_image(inputs), device=self.device
@@ -77,12 +80,15 @@ class QwenImageEdit(QwenImage):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
+        """Returns the inputs of the network besides the latents. `img_shapes` lists the shape of the result and that of
+        the source, which is the same."""
         texts_only = {key: value for key, value in texts.items() if key != "source"}
         inputs = super()._inputs(time, texts_only, size, guidance)
         inputs["img_shapes"] = [[shape, shape] for (shape,) in inputs["img_shapes"]]
         return inputs
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Stacks text embeddings, as Qwen-Image does, and the latents of the sources, [condition, ...]."""
         texts = super()._texts(conditions, device, dtype)
         return texts | {"source": torch.stack([c["source"] for c in conditions]).to(device)}
 
@@ -114,6 +120,8 @@ class Flux2Klein(FlowPipeline):
         return ModelNotes(distilled_guidance=note if self.pipe.config.is_distilled else None)
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
+        """Returns [channel, height, width] of latents, where one latent is a patch of 2 x 2 of the VAE's. Raises
+        UserError unless `resolution` is a multiple of the patch's side in pixels."""
         if frames is not None:
             return super().latent_shape(resolution, frames)  # raises UserError
         scale = 2 * self.pipe.vae_scale_factor
@@ -150,6 +158,7 @@ class Flux2Klein(FlowPipeline):
         return render_template(f"model.path={tokenizer.name_or_path}", tokenizer, messages, enable_thinking=False)
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Stacks conditions to inputs of the network, [condition, ...]. Raises UserError if only some have a source."""
         if len({"source" in condition for condition in conditions}) > 1:
             raise UserError(
                 "some prompts of a batch have an image to edit and some have none; give one to all of them, or to none"
@@ -159,6 +168,9 @@ class Flux2Klein(FlowPipeline):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
+        """Returns the inputs of the network besides the latents. Position ids have four coordinates: image (0: the
+        generated one, SOURCE_POSITION: the source), row, column, and index in the text. size: height and width of the
+        latents. Raises UserError if the network needs a guidance scale and `guidance` is None."""
         rows, columns = (torch.arange(side, device=time.device) for side in size)
         zero, tokens = rows.new_zeros(1), texts["encoder_hidden_states"]
         positions = torch.cartesian_prod(zero, rows, columns, zero)

@@ -51,6 +51,8 @@ class StableDiffusion3(FlowPipeline):
         return int(self.module.config.pos_embed_max_size * self.module.config.patch_size)
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the largest shapes of the tensors of a condition by name. T5 has `text_tokens` tokens; it is set, as
+        the class has a default."""
         config = self.module.config
         tokens = CLIP_TOKENS + (self.text_tokens or 0)
         return {
@@ -59,6 +61,8 @@ class StableDiffusion3(FlowPipeline):
         }
 
     def _encode(self, text: str) -> dict[str, Tensor]:
+        """Returns the embeddings of one text by name, with a batch dimension of 1. The two None are the prompts of the
+        second and third encoder, which get the same text."""
         tokens, _, pooled, _ = self.pipe.encode_prompt(
             text, None, None, device=self.device, do_classifier_free_guidance=False, **self._limit
         )
@@ -83,6 +87,8 @@ class Flux(FlowPipeline):
         return ModelNotes(distilled_guidance=f"the network is distilled from a guided one (its guidance scale: {key})")
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the largest shapes of the tensors of a condition by name. `text_tokens` is set: the class has a
+        default."""
         config = self.module.config
         return {
             "encoder_hidden_states": (self.text_tokens or 0, config.joint_attention_dim),
@@ -96,6 +102,8 @@ class Flux(FlowPipeline):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
+        """Returns the inputs of the network besides the latents. size: height and width of the latents. Raises
+        UserError if the network needs a guidance scale and `guidance` is None."""
         if self.module.config.guidance_embeds:
             if guidance is None:
                 raise UserError(
@@ -104,7 +112,7 @@ class Flux(FlowPipeline):
                 )
             texts = texts | {"guidance": torch.full_like(time, guidance)}
         return {
-            "timestep": time / 1000,
+            "timestep": time / 1000,  # the scheduler counts to 1000, the network to 1
             "img_ids": self._image_ids(size, time.device),
             "txt_ids": torch.zeros(texts["encoder_hidden_states"].shape[1], 3, device=time.device),
             **texts,
@@ -134,6 +142,8 @@ class QwenImage(FlowPipeline):
         return {"encoder_hidden_states": tokens}
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Pads the text embeddings of conditions to one length: [condition, token, width], with a mask if lengths
+        differ."""
         tokens = [c["encoder_hidden_states"] for c in conditions]
         texts = {"encoder_hidden_states": pad_sequence(tokens, batch_first=True).to(device, dtype)}
         lengths = torch.tensor([len(t) for t in tokens])
@@ -145,6 +155,8 @@ class QwenImage(FlowPipeline):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
+        """Returns the inputs of the network besides the latents. `img_shapes` holds frames, rows and columns of
+        patches."""
         height, width = size
         shapes = [[(1, height // self.patch, width // self.patch)]] * len(time)
         return {"timestep": time / 1000, "img_shapes": shapes, **texts}
@@ -171,12 +183,14 @@ class ZImage(FlowPipeline):
         return {"text": (self.text_tokens or 0, self.module.config.cap_feat_dim)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
+        """Returns the embedding of one text, [1, token, width]."""
         (tokens,), _ = self.pipe.encode_prompt(
             text, device=self.device, do_classifier_free_guidance=False, **self._limit
         )
         return {"text": tokens[None]}
 
     def _encoder_text(self, text: str) -> str:
+        """Returns the text in the chat template that the pipeline adds."""
         messages = [{"role": "user", "content": text}]
         tokenizer = self.pipe.tokenizer
         return render_template(f"model.path={tokenizer.name_or_path}", tokenizer, messages, enable_thinking=True)
@@ -184,6 +198,8 @@ class ZImage(FlowPipeline):
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
+        """Predicts the velocity of latents x [n, channel, height, width]; see `Family.predict`. The network takes lists
+        of images and texts, and the time (1000 - time) / 1000, which is 0 for noise and 1 for data."""
         dtype = next(self.module.parameters()).dtype
         texts = [condition["text"].to(x.device, dtype) for condition in conditions]
         images = list(rearrange(x.to(dtype), "n c h w -> n c 1 h w"))
@@ -234,6 +250,7 @@ class StableDiffusion(NoisePipeline):
         return {"encoder_hidden_states": (CLIP_TOKENS, self.module.config.cross_attention_dim)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
+        """Returns the embeddings of one text by name, with a batch dimension of 1."""
         tokens, _ = self.pipe.encode_prompt(
             text, self.device, num_images_per_prompt=1, do_classifier_free_guidance=False
         )
@@ -267,6 +284,7 @@ class StableDiffusionXL(NoisePipeline):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
+        """Returns the inputs of the network besides the latents. size: height and width of the latents."""
         height, width = (side * self.pipe.vae_scale_factor for side in size)
         sizes = time.new_tensor([height, width, 0, 0, height, width])  # original size, corner of the crop, target size
         added_conditions = {"text_embeds": texts["text_embeds"], "time_ids": repeat(sizes, "k -> n k", n=len(time))}

@@ -166,6 +166,8 @@ class Pipeline(ABC):
         """Returns the embeddings of one text by name, with a batch dimension of 1."""
 
     def truncated_tokens(self, text: str) -> int:
+        """Returns the number of tokens of a text beyond the largest token limit among the encoders, which are cut
+        off."""
         if self.embeddings is not None:
             return 0  # mmrl embed has logged a warning
         if self.longest is None:
@@ -192,6 +194,8 @@ class Pipeline(ABC):
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
+        """Predicts the velocity or noise of latents x; see `Family.predict`. Networks of packed models get patches as
+        tokens, with those of the image to edit, if there is one, after them."""
         dtype = next(self.module.parameters()).dtype
         texts = in_rows(conditions, lambda distinct: self._texts(distinct, x.device, dtype))
         height, width = x.shape[-2:]
@@ -339,6 +343,7 @@ class NoisePipeline(Pipeline):
         return ddim_grid(self._ddim.alphas_cumprod, self._ddim.timesteps, last)
 
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps uniform numbers to training timesteps. Returns their sigmas sqrt(1 - alpha_bar), and the timesteps."""
         alphas = self._ddim.alphas_cumprod.to(uniform.device)
         index = (uniform * len(alphas)).long().clamp(max=len(alphas) - 1)  # a number near 1 may round up to it
         return (1 - alphas.double()[index]).sqrt(), index.float()

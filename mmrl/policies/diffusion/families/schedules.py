@@ -63,7 +63,8 @@ class FlowSchedules:
     shift_alone: bool = False  # the family reads only the shift, which the solvers in FLOW_SOLVERS have too
 
     def problem(self, name: str, config: Mapping[str, Any]) -> str | None:
-        """Returns why a scheduler is not supported; see `SupportedSchedules`."""
+        """Returns why a scheduler of class `name` is not supported, as the end of an error message; None if it is.
+        config: the scheduler's configuration."""
         if name not in self.kinds:
             return _unsupported_class(self.kinds)
         if name not in FLOW:
@@ -82,7 +83,8 @@ class NoiseSchedules:
     clips: bool = False  # the pipeline applies clip_sample of the scheduler, which is not supported
 
     def problem(self, name: str, config: Mapping[str, Any]) -> str | None:
-        """Returns why a scheduler is not supported; see `SupportedSchedules`."""
+        """Returns why a scheduler of class `name` is not supported, as the end of an error message; None if it is.
+        config: the scheduler's configuration."""
         missing = [field for field in (*SCHEDULE, *SPACING) if field not in config]
         if name not in self.kinds:
             return _unsupported_class(self.kinds)

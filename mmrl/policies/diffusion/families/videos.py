@@ -76,6 +76,7 @@ class VideoPipeline(FlowPipeline):
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
+        """Predicts the velocity of latents x [n, channel, frame, height, width]; see `Family.predict`."""
         dtype = next(self.module.parameters()).dtype
         texts = in_rows(conditions, lambda distinct: self._texts(distinct, x.device, dtype))
         inputs = self._video_inputs(time, texts, tuple(x.shape[2:]), guidance)
@@ -146,6 +147,7 @@ class Wan(VideoPipeline):
     def _video_inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
     ) -> dict[str, Any]:
+        """Returns the inputs of the network besides the latents. size: frames, height and width of the latents."""
         if self.pipe.config.expand_timesteps:  # Wan 2.2's 5B model takes a time per token
             tokens = math.prod(side // patch for side, patch in zip(size, self.patches, strict=True))
             time = time[:, None].expand(-1, tokens)
@@ -182,6 +184,8 @@ class LTXVideo(VideoPipeline):
         return 161, 512, 704
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the largest shapes of the tensors of a condition by name. `text_tokens` is set: the class has a
+        default."""
         tokens = self.text_tokens or 0
         return {
             "encoder_hidden_states": (tokens, self.module.config.caption_channels),
@@ -189,6 +193,7 @@ class LTXVideo(VideoPipeline):
         }
 
     def _encode(self, text: str) -> dict[str, Tensor]:
+        """Returns the embeddings of one text and their mask by name, with a batch dimension of 1."""
         tokens, mask, _, _ = self.pipe.encode_prompt(
             text, do_classifier_free_guidance=False, device=self.device, **self._limit
         )
@@ -197,6 +202,8 @@ class LTXVideo(VideoPipeline):
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
+        """Predicts the velocity of latents x [n, channel, frame, height, width]; see `Family.predict`. The network
+        takes every latent pixel as a token, and the sizes of frame and pixel in seconds and pixels of the video."""
         frames, height, width = x.shape[2:]
         sizes = {"f": frames, "h": height, "w": width}
         in_time, in_space = self.compression
@@ -235,6 +242,8 @@ class HunyuanVideo(VideoPipeline):
         return 129, 720, 1280
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the largest shapes of the tensors of a condition by name. `text_tokens` is set: the class has a
+        default."""
         tokens, config = self.text_tokens or 0, self.module.config
         return {
             "encoder_hidden_states": (tokens, config.text_embed_dim),
@@ -254,6 +263,8 @@ class HunyuanVideo(VideoPipeline):
     def _video_inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
     ) -> dict[str, Any]:
+        """Returns the inputs of the network besides the latents. Raises UserError if the network needs a guidance scale
+        and `guidance` is None."""
         inputs: dict[str, Any] = {"timestep": time, **texts}
         if self.module.config.guidance_embeds:
             if guidance is None:

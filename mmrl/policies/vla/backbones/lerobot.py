@@ -150,11 +150,14 @@ class LeRobotBackbone(Backbone):
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[LeRobotObservation]:
+        """Splits n observations into rows, without preprocessing, which `collate` does; see `Backbone.prepare`."""
         pixels = torch.from_numpy(rearrange(list(images), "camera n h w c -> n camera c h w").copy())
         observations = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
         return [LeRobotObservation(cameras, row_state, text) for cameras, row_state, text in observations]
 
     def collate(self, rows: Sequence[LeRobotObservation], device: torch.device) -> dict[str, Tensor]:
+        """Stacks rows and preprocesses them with LeRobot's processor, by the names of its features; see
+        `Backbone.collate`."""
         images = torch.stack([row.images for row in rows], 1).float() / 255  # cameras first
         state = torch.stack([row.state for row in rows])
         observation: dict[str, Any] = {
@@ -167,6 +170,8 @@ class LeRobotBackbone(Backbone):
         return {name: batch[name].to(device) for name in names}
 
     def cache_rows(self, prefix: EncodedPrefix) -> list[dict[str, Tensor]]:
+        """Splits n prefixes into rows on the CPU without padding: last hidden state, robot's state, and keys and
+        values."""
         expert_prefix = cast(ExpertPrefix, prefix)
         mask, last, state = expert_prefix.mask, expert_prefix.last, expert_prefix.state
         layers = torch.stack([torch.stack(pair) for pair in expert_prefix.keys_and_values])
@@ -177,6 +182,7 @@ class LeRobotBackbone(Backbone):
         ]
 
     def collate_cached(self, rows: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+        """Pads rows of `cache_rows` to a batch; "layers" is [n, token, layer, 2, head, size], keys and values."""
         layers = [row["layers"] for row in rows]
         mask = [torch.ones(len(row), dtype=torch.bool) for row in layers]
         batch = {
@@ -195,6 +201,8 @@ class LeRobotBackbone(Backbone):
     def flow_head(
         self, settings: FlowActions | TaughtFlow | FrozenFlow, action: Actions, action_dim: int, state_dim: int
     ) -> FlowHead:
+        """Builds the head around the policy's own action expert. Raises UserError if action, state or chunk do not
+        fit."""
         config = self.unwrapped.config
         for name, policy_size, robot_size in (
             ("action", self.action_dim, action_dim),
@@ -264,6 +272,7 @@ class SmolVLABackbone(LeRobotBackbone):
         self.width: int = self.unwrapped.model.vlm_with_expert.config.text_config.hidden_size
 
     def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
+        """Encodes images, text and state once. Returns an `ExpertPrefix`: keys and values of every layer."""
         model = self.unwrapped.model
         images, image_masks = self.unwrapped.prepare_images(inputs)
         state = self.unwrapped.prepare_state(inputs)
@@ -272,7 +281,7 @@ class SmolVLABackbone(LeRobotBackbone):
         (hidden, _), cache = model.vlm_with_expert(
             attention_mask=make_att_2d_masks(mask, attention_marks),
             position_ids=mask.cumsum(1) - 1,
-            inputs_embeds=[embeddings, None],
+            inputs_embeds=[embeddings, None],  # None: no tokens of the action expert yet
             use_cache=True,
         )
         return make_expert_prefix(cache, mask, state, hidden)
@@ -283,6 +292,7 @@ class SmolVLABackbone(LeRobotBackbone):
 
     @classmethod
     def _part(cls, name: str) -> str:
+        """Returns the part that a parameter belongs to; `state_proj` projects the state to a token of the prefix."""
         if ".state_proj." in name:
             return "connector"
         return loading.part_of(name) if ".vlm." in name else "expert"
@@ -299,6 +309,7 @@ class Pi0Backbone(LeRobotBackbone):
         self.width: int = self.unwrapped.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
 
     def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
+        """Encodes images and text once. Returns an `ExpertPrefix`: keys and values of every layer, and the state."""
         model = self.unwrapped.model
         paligemma_with_expert = model.paligemma_with_expert
         images, image_masks = self.unwrapped._preprocess_images(inputs)
@@ -309,7 +320,7 @@ class Pi0Backbone(LeRobotBackbone):
         (hidden, _), cache = paligemma_with_expert(
             attention_mask=prepare_attention_masks_4d(make_att_2d_masks(mask, attention_marks)),
             position_ids=mask.cumsum(1) - 1,
-            inputs_embeds=[embeddings, None],
+            inputs_embeds=[embeddings, None],  # None: no tokens of the action expert yet
             use_cache=True,
         )
         return make_expert_prefix(cache, mask, self._state(inputs), hidden)

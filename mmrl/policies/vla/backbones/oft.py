@@ -96,6 +96,8 @@ class L1Head(NormalHead):
         self.model, self.width = ActionNetwork(width, action_dim), width
 
     def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        """Predicts the mean of the actions, [n, chunk, action] fp32, from the hidden states of one empty token per
+        number."""
         chunk, size = self.shape
         empty = torch.zeros(len(state), chunk * size, self.width, device=state.device)
         # each number of an action is predicted at the position before its own
@@ -103,6 +105,7 @@ class L1Head(NormalHead):
         return self.model(rearrange(hidden, "n (c a) w -> n c (a w)", c=chunk)).float()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Saves the network as action_head.safetensors, and returns the other weights; see `Head.save`."""
         network = {name: value for name, value in state.items() if name.startswith("model.")}
         write("action_head", folder, network, {"chunk": str(self.shape[0])})
         return {name: value for name, value in state.items() if name not in network}

@@ -106,7 +106,7 @@ class VisionBackbone(nn.Module):
             # Set as its forward, so that hooks of the module's call (ZeRO-3) run.
             vit.forward = functools.partial(
                 vit.forward_intermediates,
-                indices=[len(vit.blocks) - 2],
+                indices=[len(vit.blocks) - 2],  # the next-to-last layer
                 output_fmt="NLC",
                 intermediates_only=True,
                 stop_early=True,
@@ -279,6 +279,7 @@ class OpenVLABackbone(Backbone):
         return rows
 
     def collate(self, rows: Sequence[OpenVLAObservation], device: torch.device) -> dict[str, Tensor]:
+        """Stacks rows of `prepare` to the inputs of `encode`; token ids are padded on the right."""
         ids = [row.ids for row in rows]
         batch = {
             "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad),
@@ -289,6 +290,7 @@ class OpenVLABackbone(Backbone):
         return {name: value.to(device) for name, value in batch.items()}
 
     def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
+        """Encodes images, prompt and state. Returns a `BidirectionalPrefix` for OpenVLA-OFT, else a cached `Prefix`."""
         model = self.unwrapped
         pixels = inputs["images"].float() / 255
         mean, std = (part[:, None, None, :, None, None].float() for part in (self.mean, self.std))
@@ -302,12 +304,15 @@ class OpenVLABackbone(Backbone):
         return Prefix(model.language_model, embedded, every_layer=every_layer)
 
     def l1_head(self, settings: NormalActions, action: Actions, action_dim: int) -> Head:
+        """Builds OpenVLA-OFT's L1 regression head and loads its weights; `oft.PartFiles.check` has made sure of its
+        file."""
         assert self.head_file is not None
         head = oft.L1Head(settings, action, action_dim, self.width)
         oft.read_into(head, self.head_file)
         return head
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Saves the model (or its LoRA), copies of its other files, and the state projector if there is one."""
         write_model(self.model, folder, state)
         for name, content in self.extra_files.items():
             (folder / name).write_bytes(content)

@@ -81,6 +81,9 @@ class Normaliser:
     """The normalisation step of a processor, and the statistics that its file holds."""
 
     def __init__(self, path: str, processor: str, contents: Mapping[str, bytes]) -> None:
+        """path: model.path, for messages. processor: PREPROCESSOR or POSTPROCESSOR. contents: of the policy's files, by
+        name. Raises UserError if the processor has no normalisation step, or the file of its statistics cannot be
+        read."""
         self.path, self.file, self.step_name = path, f"{processor}.json", STEPS[processor]
         steps: list[dict[str, Any]] = json.loads(contents[self.file])["steps"]
         step = next((step for step in steps if step.get("registry_name") == self.step_name), None)
@@ -198,7 +201,7 @@ class Normaliser:
                 f"{'std' if is_mean_std else 'range'} ({float(span[number]):.4g}); correct it, or set "
                 "action.statistics and action.replace_statistics=true"
             )
-        return ConstantValues(span == 0, first)
+        return ConstantValues(span == 0, first)  # first: mean or lower end, equal to the values where the range is 0
 
 
 def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorFiles:

@@ -129,12 +129,15 @@ class SmallBackbone(Backbone):
         return [SmallObservation(row, self._ids(text)) for row, text in zip(pixels, texts, strict=True)]
 
     def collate(self, rows: Sequence[SmallObservation], device: torch.device) -> dict[str, Tensor]:
+        """Stacks images, and pads words with 0: images [n, 3, height, width], words and mask [n, word]."""
         words = nn.utils.rnn.pad_sequence([row.words for row in rows], batch_first=True)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(row.words) for row in rows], batch_first=True)
         batch = {"images": torch.stack([row.image for row in rows]), "words": words, "mask": mask}
         return {name: value.to(device) for name, value in batch.items()}
 
     def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> SmallPrefix:
+        """Encodes observations. Tokens are the image token, if there are images, and the words; of a grid world one
+        token."""
         words, mask = self.embeddings(inputs["words"]), inputs["mask"].bool()
         if self.config.codes:
             board = self.board(inputs["images"], words * mask[..., None])[:, None]
@@ -152,10 +155,11 @@ class SmallBackbone(Backbone):
         h = images.to(prompts) / 255 - 0.5
         for layer, (convolution, film) in enumerate(zip(self.convolutions, self.films, strict=True)):
             scale, shift = rearrange(film(prompts), "n (two c) -> two n c 1 1", two=2)
-            h = convolution(torch.cat([h, coordinates(h)], 1) if layer == 2 else h)
+            h = convolution(torch.cat([h, coordinates(h)], 1) if layer == 2 else h)  # the last one reads coordinates
             h = (F.instance_norm(h) if self.config.normalise else h) * (1 + scale) + shift
             h = F.relu(h) if layer < 2 else h
         attention = (h.flatten(2) * self.sharpness[:, None]).softmax(-1)
+        # the mean position of each channel's attention; x: row and column
         positions = torch.einsum("ncp,xp->ncx", attention, coordinates(h)[0].flatten(1))
         return self.places(positions.flatten(1))
 

@@ -101,6 +101,8 @@ class FlowHead(Head):
         return self._decisions
 
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples chunks by denoising; see `Head.act`. Returns "actions" and the inputs of `score`: the latents before
+        and after each step of the window, or the final latents with noise levels at which they are scored."""
         likelihood = self.likelihood
         stochastic = isinstance(likelihood, ActionChain) and sampling.training  # steps inside the window add noise
         windows = self._windows(sampling) if stochastic else [[]] * len(sampling.seeds)
@@ -132,6 +134,7 @@ class FlowHead(Head):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Scores chunks as `likelihood` says; see `Head.score`."""
         if isinstance(self.likelihood, ActionChain):
             return self._score_chain(self.likelihood, prefix, state, sampled, valid, old, reference)
         if isinstance(self.likelihood, ActionContrast):
@@ -256,8 +259,8 @@ class FlowHead(Head):
         return {"actions": actions, "data": data, **self._sample_noise_levels(self.likelihood, seeds)}
 
     def _sample_noise_levels(self, likelihood: Draws, seeds: Sequence[int]) -> SampledChunks:
-        """Samples "sigma" [n, draw] and "noise" [n, draw, *latent], which are stored, so that a chunk is always scored
-        with the same. Noise levels are 0.001 + 0.999 b, b of Beta(1.5, 1), as in pi0, so that most are high."""
+        """Samples "sigma" [n, draw] and "noise" [n, draw, *latent], which are stored, so that every pass scores a chunk
+        at the same noise levels. These are 0.001 + 0.999 b, b of Beta(1.5, 1), as in pi0, so that most are high."""
         uniform = torch.stack([score.stratified(seed, likelihood.draws) for seed in seeds])
         noise = score.draw_noises(seeds, likelihood.draws, self.latent)
         beta = uniform ** (2 / 3)  # the inverse of the cumulative function of Beta(1.5, 1), u = b^1.5
@@ -306,6 +309,7 @@ class ExpertHead(FlowHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Scores chunks as `likelihood` says; see `Head.score`. `LearnedNoise` needs neither `old` nor `reference`."""
         if isinstance(self.likelihood, LearnedNoise):
             return self._score_learned(self.likelihood, prefix, state, sampled, valid)
         return super().score(prefix, state, sampled, valid, old, reference)

@@ -58,6 +58,7 @@ class NormalHead(DiagonalGaussianHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Scores sampled actions under the predicted Gaussian; see `Head.score` and `score_around`."""
         return self.score_around(self.mean(prefix, state), sampled, valid, old, reference)
 
     def score_around(
@@ -93,6 +94,7 @@ class GaussianHead(NormalHead):
         self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
 
     def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        """Predicts the mean of the actions, [n, chunk, action] fp32."""
         features = prefix.last if self.state_dim == 0 else torch.cat([prefix.last, state.to(prefix.last)], 1)
         return self.layers(features).float().view(-1, *self.shape)
 
@@ -109,6 +111,8 @@ class SquashedGaussianHead(GaussianHead):
     def score_around(
         self, mean: Tensor, sampled: SampledChunks, valid: Tensor, old: Tensor | None, reference: Tensor | None
     ) -> dict[str, Tensor]:
+        """Returns the fields of `score`, given the `mean` before tanh. The log-density of an action tanh(u) is that of
+        u minus the logarithm of the slope of tanh at u."""
         before = sampled["before_tanh"]
         fields = super().score_around(mean, {**sampled, "actions": before}, valid, old, reference)
         del fields["entropy"]

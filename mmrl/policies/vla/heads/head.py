@@ -231,6 +231,8 @@ class TokenHead(LevelledHead):
         self.queries = nn.Parameter(torch.randn(self.tokens, self.width) * 0.02) if parallel else None
 
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples the tokens of chunks, all at once or one after the other; see `Head.act`. Returns also "columns" [n,
+        chunk x action], the sampled tokens."""
         generators = [torch.Generator(state.device).manual_seed(seed) for seed in sampling.seeds]
 
         def select_columns(logits: Tensor) -> Tensor:
@@ -259,6 +261,7 @@ class TokenHead(LevelledHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Returns "logp" and "entropy" of the sampled tokens, [n, decisions] each; see `Head.score`."""
         columns = sampled["columns"]
         # The kernel takes one temperature, so rows are sorted and split by temperature.
         temperatures, temperature_index = sampled["temperature"].unique(return_inverse=True)
@@ -333,6 +336,7 @@ class LaplaceHead(LevelledHead):
         raise NotImplementedError
 
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples actions around the predicted median; see `Head.act`."""
         median = self.median(prefix, state).float()
         uniform = torch.stack(
             [torch.rand(median.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in sampling.seeds]
@@ -352,6 +356,7 @@ class LaplaceHead(LevelledHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Returns "logp" and "entropy" of the actions, [n, decisions] each; see `Head.score`."""
         median = self.median(prefix, state).float()
         log_scale = self.log_scale.float() + sampled["temperature"].log().float()[:, None, None]
         logp = -(sampled["actions"] - median).abs() / log_scale.exp() - log_scale - math.log(2)
@@ -396,6 +401,7 @@ class BridgeHead(LaplaceHead):
         self.leave = nn.Sequential(nn.LayerNorm(bridge_width), nn.Linear(bridge_width, action_dim))
 
     def median(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        """Predicts the median of the actions, [n, chunk, action], by attention to the backbone's last layers."""
         prefix_layers, mask = prefix.layers[-len(self.blocks) :], prefix.mask.bool()
         # This call changes `prefix.layers` to the hidden states of the state token and the queries.
         extend(prefix, torch.cat([self.state(state), repeat(self.queries, "q w -> n q w", n=len(state))], 1))

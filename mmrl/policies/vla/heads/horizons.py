@@ -50,6 +50,8 @@ class HorizonHead(NormalHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Scores actions under the Gaussian around the averaged mean; see `Head.score`. Adds the extra "imbalance" [n,
+        decisions], which is the same for all decisions of a chunk."""
         actions, gates = self.predict_horizons(prefix, state)
         fields = self.score_around(torch.einsum("nhc,nhca->nca", gates, actions), sampled, valid, old, reference)
         return {**fields, EXTRA + "imbalance": repeat(self.imbalance(gates), "n -> n d", d=self.decisions)}

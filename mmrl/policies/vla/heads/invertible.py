@@ -40,6 +40,8 @@ class InvertibleHead(Head):
         return 1
 
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples two copies of each chunk by the flow from noise, "copies" [n, 2, chunk x action]. "actions" are their
+        mean; see `Head.act`."""
         noise = torch.stack(
             [torch.randn(2, self.size, generator=torch.Generator().manual_seed(seed)) for seed in sampling.seeds]
         ).to(state.device)
@@ -59,6 +61,8 @@ class InvertibleHead(Head):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Returns "logp" [n, 1]: the log-density of the noise that the inverse flow computes from the copies, minus the
+        logarithm of the flow's change of volume. valid, old, reference: not used."""
         noise = self.actions_to_noise(sampled["copies"], self._context(prefix, state))
         std = (self.scale * sampled["temperature"]).to(noise)[:, None, None]
         logp = -0.5 * (noise / std).square() - std.log() - 0.5 * math.log(2 * math.pi)

@@ -95,13 +95,15 @@ class LatentHead(DiagonalGaussianHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Scores latents, exits and actions; see `Head.score` and the class for the order of decisions."""
         # Each field below is a tuple of three tensors: for latents, for exits and for actions.
         latent, exit_logit, action = distributions = self._distributions(self._context(prefix, state), sampled)
+        # [n, K - 1 or 0] bool: exit k (from 0) was taken if k + 1 latents were sampled
         exits = sampled["count"][:, None] == 1 + torch.arange(self.exits, device=exit_logit.device)
         fields = {
             "logp": (
                 gaussian_logp(self._sampled_latents(sampled), *latent.unbind(-1)),
-                F.logsigmoid(exit_logit.where(exits, -exit_logit)),
+                F.logsigmoid(exit_logit.where(exits, -exit_logit)),  # log p of no exit is logsigmoid(-logit)
                 gaussian_logp(sampled["actions"], *action.unbind(-1)),
             ),
             "entropy": (
@@ -137,6 +139,8 @@ class LatentHead(DiagonalGaussianHead):
         return {**super().encode_demonstrations(actions, seeds), **latents}
 
     def decision_mask(self, valid: Tensor, sampled: SampledChunks) -> Tensor:
+        """Returns which decisions are trained on, [n, decisions] bool: sampled latents and the exits after them, except
+        in demonstrations, and executed actions."""
         mask = self._latent_mask(sampled["count"]) & (valid.any(1) & ~sampled["demonstrated"])[:, None]
         return self._in_order(mask, mask[:, : self.exits], super().decision_mask(valid, sampled))
 
@@ -236,7 +240,7 @@ class LatentHead(DiagonalGaussianHead):
     def _unpacked(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Unpacks the tensor of `_packed` into the distributions that `_distributions` returns."""
         reasoning, actions = packed.split([self.steps + self.exits, super().decisions], 1)
-        stride = 2 if self.exits else 1
+        stride = 2 if self.exits else 1  # with exits, latents are at even and exits at odd indices
         size = math.prod(self.shape) // super().decisions
         return (
             reasoning[:, ::stride, : self.latent_dim],

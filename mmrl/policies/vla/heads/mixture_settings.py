@@ -80,6 +80,7 @@ class ResidualActions(NormalActions):
         return super().offers | ({"information"} if self.noise else set())
 
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
+        """Builds the head around its base head, and freezes the backbone; see `ActionHead.build`."""
         backbone.requires_grad_(False)  # else the base's proposals would change
         base = self.base.build(action, backbone, action_dim, state_dim)
         return load_attribute("mmrl.policies.vla.heads.residual:ResidualHead")(
@@ -127,6 +128,7 @@ class HorizonActions(NormalActions):
         return [*(2**i for i in range(chunk.bit_length()) if 2**i < chunk), chunk]
 
     def check_chunk(self, chunk: int) -> None:
+        """Raises ValueError unless the horizons rise from at least 1 to `chunk`, the number of actions in a chunk."""
         lengths = self.lengths(chunk)
         if lengths[0] < 1 or any(a >= b for a, b in pairwise(lengths)):
             raise ValueError(f"head.horizons must be strictly increasing and at least 1, not {lengths}")

@@ -48,6 +48,8 @@ class ResidualHead(NormalHead):
         self.experts = nn.ModuleList(perceptron(sizes, size, last_gain=0.0) for _ in range(settings.experts))
 
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples actions around the proposal plus what the experts add; see `Head.act`. Returns also "proposal" and
+        "code_noise", which `score` reads."""
         proposal = self.propose(prefix, state, sampling.seeds)
         code_noise = sampling.temperature * self._sample_code_noise(sampling.seeds).to(state.device)
         mean = self.residual_mean(proposal, self.code(prefix, state) + code_noise, prefix, state)
@@ -62,6 +64,8 @@ class ResidualHead(NormalHead):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Scores actions given the stored proposal and noise of the code; see `Head.score`. Adds the extra
+        "information" [n, decisions], which is the same for all decisions of a chunk."""
         code = self.code(prefix, state)
         proposal = sampled.get("proposal")
         if proposal is None:  # a demonstration
@@ -73,6 +77,7 @@ class ResidualHead(NormalHead):
         return fields
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
+        """Returns the actions, noise of the code, and the seed with which `score` computes the proposal."""
         return {
             **super().encode_demonstrations(actions, seeds),
             "code_noise": self._sample_code_noise(seeds),
@@ -97,7 +102,8 @@ class ResidualHead(NormalHead):
         return self.gate(code.to(self.gate.weight)).float().softmax(1)
 
     def residual_mean(self, proposal: Tensor, code: Tensor, prefix: EncodedPrefix, state: Tensor) -> Tensor:
-        """Returns the mean of the actions, [n, chunk, action]. code: with noise, [n, code]."""
+        """Returns the mean of the actions, [n, chunk, action]: the proposal [n, chunk, action] and the weighted sum of
+        the experts' outputs. code: with noise, [n, code]."""
         parts = [prefix.last, *([state] if self.state_dim else []), proposal.flatten(1)]
         inputs = torch.cat([part.to(self.gate.weight) for part in parts], 1)
         added = torch.stack([expert(inputs).float().tanh() for expert in self.experts], 1)

@@ -45,6 +45,8 @@ class SteeredHead(Head):
         return self.noise.decisions
 
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples noise from the Gaussian head and denoises it; see `Head.act`. Returns also "noise", which `score`
+        reads."""
         sampled = self.noise.act(prefix, state, sampling)
         noise = sampled.pop("actions")
         return {**sampled, "noise": noise, "actions": self.denoise(prefix, state, noise)}
@@ -58,6 +60,8 @@ class SteeredHead(Head):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
+        """Scores the sampled noise; see `Head.score`. Adds the extra "displacement" [n, decisions], which is the same
+        for all decisions of a chunk."""
         mean = self.noise.mean(prefix, state)
         sampled_noise = {"actions": sampled["noise"], "temperature": sampled["temperature"]}
         fields = self.noise.score_around(mean, sampled_noise, self._noise_mask(valid), old, reference)

@@ -61,6 +61,7 @@ class SteeredActions(GaussianActions):
         return super().offers | {"displacement"}
 
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
+        """Builds the head around the flow head, and freezes the backbone; see `ActionHead.build`."""
         backbone.requires_grad_(False)  # else the flow would change
         base = self.base.build(action, backbone, action_dim, state_dim)
         return load_attribute("mmrl.policies.vla.heads.steered:SteeredHead")(

@@ -81,7 +81,7 @@ class Drafter:
         temperature: float | None = None,
     ) -> Rollouts:
         """Samples rollouts with an engine, and keeps the engine's log-probabilities as `behaviour_logp`. limit: of
-        response tokens; temperature: None for the current one."""
+        response tokens; temperature: None for that of the current step."""
         drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
         self.extend(engine, drafts, limit)
         return self.complete(drafts, group_size)
@@ -106,6 +106,7 @@ class Drafter:
         if dialogues is not None:
             prompts = [dialogue.prompt for dialogue in dialogues[::group_size]]
         encoded = [replace(tokens, temperature=sampling_temperature) for tokens in self.tokens.encode(prompts)]
+        # token ids as vLLM takes them, with one placeholder per image or video
         marked = self.tokens.tokenizer(chat_texts(self.tokens.processor, prompts)).input_ids
         limit, drafts = limit or self.max_response_length, []
         for prompt, ids, tokens, seed in zip(prompts, marked, encoded, seeds[::group_size], strict=True):

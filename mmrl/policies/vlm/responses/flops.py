@@ -32,8 +32,11 @@ class ResponseFlops:
     def head(self) -> Flops:
         """The FLOPs of the output layer for one token."""
         weight = self._head.weight
-        forward = 2.0 * weight.numel() if weight.dim() == 2 else 0.0
+        forward = (
+            2.0 * weight.numel() if weight.dim() == 2 else 0.0
+        )  # not 2: partitioned by ZeRO-3, its size is unknown
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.decoder.parameters())
+        # backward: a product for the gradient of the hidden states, and one for that of the weight
         return Flops(forward, forward * (trained + weight.requires_grad))
 
     def replayed(self, rows: Sequence[RolloutTokens], prompts: Sequence[RolloutTokens] | None) -> None:
@@ -46,6 +49,7 @@ class ResponseFlops:
             parts = [known.for_sequence(len(row.prompt) + len(row.response)) for row in rows]
         else:
             parts = [known.for_sequence(len(row.prompt)) for row in prompts]
+            # the last token of a response is no input, since no token is predicted from it
             parts += [known.for_extension(len(row.prompt), max(0, len(row.response) - 1)) for row in rows]
         decisions = sum(int(row.decision_mask.sum()) for row in rows)
         self.tally.add(sum(parts, self.head * decisions))

@@ -46,14 +46,14 @@ class ResponseReplay:
         routes = None if routing is None else collate_routes(runner.with_dummy(rows), padding_side, runner.device)
         inputs, continuations, column = self._layout(rows, row, decision, routes is not None, padding_side)
         packs = continuations is None and routing is None and runner.should_pack(lengths_of(rows))
-        others = self._others(rollouts, row, decision)
+        alternatives = self._others(rollouts, row, decision)
         with nullcontext() if routing is None else routing.replayed(routes):
             chunks = self._chunks(len(targets))
-            scored = model(inputs, continuations, row, column, targets, chunks, temperature, others, packs=packs)
+            scored = model(inputs, continuations, row, column, targets, chunks, temperature, alternatives, packs=packs)
         runner.flops.replayed(rows, None if continuations is None else distinct_prompts(rows)[0])
         blank = torch.zeros(rollouts.mask.shape, device=runner.device)
         index, columns = (row, decision), list(scored)
-        other_logp = None if others is None else columns.pop()
+        other_logp = None if alternatives is None else columns.pop()
         logp, entropy, square_sum, *value = (blank.index_put(index, values) for values in columns)
         replay = Replay(logp, entropy, square_sum, value=value[0] if value else None)
         if other_logp is not None:
@@ -116,6 +116,7 @@ class ResponseReplay:
         shared = len(prompts) < len(rows) and not any(tokens.observed_images for tokens in rows)
         if not routed and shared and runner.shares_prompts(training=True):
             inputs = runner.collate(prompts, padding_side=padding_side)
+            # position 0 is the last token of the prompt, so decision i is predicted at position i
             return Layout(inputs, self._continuations(rows, prompt_index), decision)
         inputs = runner.collate(runner.with_dummy(rows), padding_side=padding_side)
         length = inputs["input_ids"].shape[1]
