@@ -95,8 +95,8 @@ def network(settings: AutoregressiveImageModel, path: str) -> nn.Module:
 
 
 def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: str) -> MemoryModel:
-    """Returns the memory model of a job, for prompts and texts of maximum length. Raises UserError as `network` does,
-    and for a causal language model without a codebook."""
+    """Returns the network and the passes whose memory is estimated, for prompts and texts of maximum length. Raises
+    UserError as `network` does, and for a causal language model without a codebook."""
     limits: ImageTokenLimits = config.rollout
     drawing: ImageTokenDrawing = config.section("drawing")
     model = network(settings, path)

@@ -84,7 +84,8 @@ class ImageTokenPolicy:
         """Returns rollouts of the images in metadata["target"] of prompts, for supervised fine-tuning.
 
         The text before an image is metadata["reasoning"]. With probability `drawing.prompt_dropout` the prompt is
-        replaced by the negative prompt; seeds: of these choices, one per prompt. Raises UserError for missing metadata.
+        replaced by the negative prompt. seeds: one per prompt, for this random choice. Raises UserError for missing
+        metadata.
         """
         dropout = self.drawing.prompt_dropout if isinstance(self.drawing, ImageTokenDemonstrations) else 0.0
         for key, kind in (("target", "image"), ("reasoning", "text")):

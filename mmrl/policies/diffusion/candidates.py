@@ -37,6 +37,7 @@ def grow(
     prompts, group_seeds = list(range(num_prompts)), [int(seed) for seed in seeds[::size]]
     row_prompts, row_seeds = [g for g in prompts for _ in range(size)], [int(seed) for seed in seeds]
     no_steps: list[list[int]] = [[]] * num_prompts
+    # deterministic steps before the window: one chain per prompt
     x = segment(noise, prompts, group_seeds, no_steps, [0] * num_prompts, [window[0] for window in windows]).final
     states, next_states = [], []
     for k in range(width):
@@ -46,12 +47,14 @@ def grow(
         candidates = segment(state, row_prompts, row_seeds, [[p] for p in start], start, [p + 1 for p in start]).final
         states.append(state)
         next_states.append(candidates)
+        # x: the state that the group shares before the next step
         if trunk == "ode":
             x = segment(x, prompts, group_seeds, no_steps, step, [p + 1 for p in step]).final
         else:
             # the seed of the group and the step draw the candidate, 0 to size - 1, of each group
             selected = [g * size + derive_seed(group_seeds[g], SELECTION_OFFSET + step[g]) % size for g in prompts]
             x = candidates[torch.tensor(selected, device=candidates.device)]
+    # deterministic steps after the window: one chain per rollout
     window_ends = [windows[g][-1] + 1 for g in row_prompts]
     no_row_steps: list[list[int]] = [[]] * len(row_prompts)
     final = segment(next_states[-1], row_prompts, row_seeds, no_row_steps, window_ends, [last] * len(row_prompts)).final

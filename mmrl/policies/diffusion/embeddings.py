@@ -52,7 +52,7 @@ def condition_key(inputs: ConditionInputs, shape: Shape) -> str:
 
 def job_inputs(task: Task, policy: PromptedPolicy) -> Iterator[tuple[ConditionInputs, Shape]]:
     """Yields the inputs of all conditions of a job, with the latents' shape: each training and evaluation prompt, and
-    the negative prompt with the images of each."""
+    after each the negative prompt with its images."""
     negative = policy.denoising.negative_prompt
     for source, shape in ((task.train, policy.shape), (task.evaluation, policy.evaluation_shape)):
         for prompt in () if source is None else (source[index] for index in range(len(source))):

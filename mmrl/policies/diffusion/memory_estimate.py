@@ -174,8 +174,8 @@ def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, flo
 
 
 def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> MemoryModel:
-    """Returns the memory model of a job with a pipeline. Raises UserError as `parts` does, and for an image size that
-    the pipeline does not support."""
+    """Returns the network of a pipeline and the passes whose memory is estimated. Raises UserError as `parts` does, and
+    for an image size that the pipeline does not support."""
     denoising = config.section("denoising")
     pipeline, encoders = family(path, settings)
     shape = pipeline.latent_shape(denoising.resolution, denoising.frames)

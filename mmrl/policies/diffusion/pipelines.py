@@ -137,9 +137,9 @@ def _pipeline(
 ) -> tuple[DiffusersPipeline, type[Pipeline]]:
     """Loads a pipeline, without text encoders if `encoders` is false. Returns it with its `Pipeline` subclass.
 
-    path: model.path. base: the pipeline to load. dtype: of the components except the VAE, such as "bfloat16".
-    own_class: model.family. Raises UserError if there is no supported pipeline at `base`, or components of it are
-    missing.
+    path: model.path. base: the pipeline to load. dtype: the number format of all components except the VAE, such as
+    "bfloat16". own_class: model.family. Raises UserError if there is no supported pipeline at `base`, or components of
+    it are missing.
     """
     is_base = base == path or Path(base) == Path(path).resolve()
     where = f"model.path={path}" if is_base else f"model.path={path}, whose base is {base},"

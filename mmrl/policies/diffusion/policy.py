@@ -71,8 +71,8 @@ class DiffusionPolicy:
         module: nn.Module | None = None,
     ) -> None:
         """keep_predictions: rollouts keep the predictions of sampling, for `recorded_replay`. Before the first update,
-        replay with a gradient takes them as the values of its own predictions.
-        steps_at_once: rows per forward pass of a replay; None: all. module: the network; None: that of the family.
+        replay with a gradient takes them as the values of its own predictions. steps_at_once: rows per forward pass of
+        a replay; None: all. module: the network; None: the network of `family`.
 
         Raises UserError for settings that do not fit the family, and for a window that does not fit the steps.
         """
@@ -184,8 +184,8 @@ class DiffusionPolicy:
         return chain.latents(self.denoiser, rollouts.inputs)
 
     def segments(self, rollouts: Rollouts) -> Tensor:
-        """Returns the number of the chunk of each step, [rollout, decision] int64. Raises ValueError if there are no
-        chunks."""
+        """Returns the index of the chunk to which each step belongs, [rollout, decision] int64. Raises ValueError if
+        there are no chunks."""
         likelihood = self.denoising.likelihood
         chunks = likelihood.chunks if isinstance(likelihood, ImageChain) else ()
         return require(chain.segment_ids(chunks, len(rollouts)), "denoising.likelihood.chunks")

@@ -53,10 +53,10 @@ class GuidedNetwork:
     ) -> Tensor:
         """Returns the guided prediction for latents x [row, ...].
 
-        model: `self.module`, or the engine that wraps it. sigma, time: noise levels, [row], and the same as the network
-        takes them. inputs: one per row. guidance: scale; 1: none. cached: the value of the guided prediction [row, ...]
-        from an earlier pass; then only the conditional pass runs, for the gradient. It is not used with norm-preserving
-        guidance, whose gradient needs both passes.
+        model: `self.module`, or the engine that wraps it. sigma: noise levels, [row]; time: the same in the network's
+        units, [row]. inputs: one per row. guidance: the scale; 1: no guidance. cached: the value of the guided
+        prediction [row, ...] from an earlier pass; then only the conditional pass runs, for the gradient. It is not
+        used with norm-preserving guidance, whose gradient needs both passes.
         """
         if self.family.norm_patch is not None and guidance != 1:
             cached = None

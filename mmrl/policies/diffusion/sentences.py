@@ -28,6 +28,9 @@ class SentenceDenoiser(ModelMixin, ConfigMixin):
         width: int = 256,
         depth: int = 3,
     ) -> None:
+        """Takes the arguments that pipelines expect of a transformer. sample_size, in_channels: side and channels of
+        latents. joint_attention_dim: size of the text encoder's hidden states. width, depth: width and number of blocks
+        of the MLP."""
         super().__init__()
         self.condition = condition_mlp(joint_attention_dim)
         self.body = Modulated(in_channels * sample_size**2, CONDITION_WIDTH, width, depth)

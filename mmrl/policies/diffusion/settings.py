@@ -91,8 +91,8 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
         return self
 
     def keeps_predictions(self, dtype: str) -> bool:
-        """Returns whether rollouts keep the network's predictions from sampling. dtype: of the network's weights, such
-        as "bfloat16"."""
+        """Returns whether rollouts keep the network's predictions from sampling. dtype: the number format of the
+        network's weights, such as "bfloat16"."""
         if self.branching or self.shared_states:
             return False
         return self.old == "sampled" or (self.old is None and dtype == "float32")

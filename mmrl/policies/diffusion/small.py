@@ -50,6 +50,7 @@ class SmallMLP(nn.Module):
         super().__init__()
         pixels = config.channels * config.size**2
         self.ordered, self.predicts_data = config.ordered, config.predicts == "data"
+        # 32: the size of a word's embedding, and of that of the noise level; word 0 is padding
         self.words = nn.Embedding(len(config.words) + 1, 32, padding_idx=0)
         self.enter = nn.Linear(pixels + 32 + 32 * (config.max_words if config.ordered else 1), config.width)
         self.blocks = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(config.depth - 1))
@@ -296,7 +297,7 @@ def network(config: SmallDiffusionConfig) -> nn.Module:
 
 
 def create(folder: Path, config: SmallDiffusionConfig, seed: int) -> None:
-    """Writes a model with random weights into `folder`. seed: of the random weights."""
+    """Writes a model with random weights into `folder`. seed: determines the weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         write(folder, config, network(config).state_dict())
@@ -310,7 +311,7 @@ def write(folder: Path, config: SmallDiffusionConfig, state: dict[str, Tensor]) 
 
 
 def load(folder: Path, *, dtype: str) -> SmallFamily:
-    """Loads a small model from its folder. dtype: of the weights, such as "float32"."""
+    """Loads a small model from its folder. dtype: the number format of the weights, such as "float32"."""
     config = SmallDiffusionConfig(**json.loads((folder / CONFIG).read_text()))
     module = network(config)
     module.load_state_dict(load_file(folder / WEIGHTS))

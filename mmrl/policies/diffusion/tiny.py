@@ -109,6 +109,7 @@ def identity_vae(channels: int, size: int, *, halving: bool = False) -> Autoenco
         force_upcast=False,
     )
     silence_blocks(vae, ("conv2",))
+    # gain: the root mean square of the hidden channels, by which the norm divides; half of them are 0 beside M
     for half in (vae.encoder, vae.decoder):
         pass_through(half.conv_in, half.conv_norm_out, half.conv_out, channels, gain=MARGIN * 0.5**0.5)
     if halving:
@@ -134,8 +135,8 @@ def pass_through(
     """Sets weights so that conv_in outputs x, -x and constant margins, the norm multiplies by `gain`, and conv_out
     outputs x.
 
-    channels: of x. margins: number of constant channels; None: all that are left. A convolution over time uses only the
-    current frame, its last tap.
+    channels: the number of channels of x. margins: number of constant channels; None: all that are left. A convolution
+    over time uses only the current frame, its last tap.
     """
     for part in (conv_in, conv_out):
         part.weight.zero_()
@@ -206,7 +207,7 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
     )
     silence_blocks(vae, ("conv2", "proj"))
     for half, size in ((vae.encoder, used), (vae.decoder, width)):
-        gain = MARGIN * (2 / size) ** 0.5
+        gain = MARGIN * (2 / size) ** 0.5  # the root mean square of `size` channels, two of which are M and -M
         pass_through(half.conv_in, half.norm_out, half.conv_out, channels, gain, margins=2)
     for part in (vae.quant_conv, vae.post_quant_conv):
         copy_channels(part, part.weight.shape[0], (0, 0, 0))
@@ -219,7 +220,8 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
 
 @torch.no_grad()
 def copy_channels(convolution: Convolution, count: int, tap: tuple[int, ...]) -> None:
-    """Sets a convolution to copy its first `count` channels, by the element `tap` of its kernel."""
+    """Sets a convolution to copy its first `count` channels: its kernel is 1 at the index `tap` from each channel to
+    itself, and 0 elsewhere."""
     convolution.weight.zero_()
     convolution.bias.zero_()
     for channel in range(count):

@@ -166,8 +166,8 @@ def _mask_token(vocabulary: Mapping[str, int]) -> str | None:
 
 
 def _llama_config(values: ModelConfig) -> ModelConfig:
-    """Returns the Llama configuration of a LLaDA or MMaDA model. Raises UserError if Llama does not compute the
-    same."""
+    """Returns the Llama configuration of a LLaDA or MMaDA model. values: the contents of its config.json. Raises
+    UserError for a setting with which the model computes something else than Llama."""
     for key, accepted in REQUIRED_VALUES.items():
         if key in values and values[key] not in accepted:
             expected = " or ".join(str(value) for value in accepted)

@@ -50,6 +50,7 @@ class StateCollator:
             prompt, n = len(record.prompt), self.layout.length
             earlier = order[None, :] < order[:, None]  # [position, position]
             attention[row, : prompt + 2 * n, :prompt] = True  # all tokens but padding attend to the prompt
+            # a response token attends to position j unless j was filled later, a mask token only if earlier
             attention[row, prompt : prompt + n, prompt : prompt + n] = ~earlier.T
             attention[row, prompt + n : prompt + 2 * n, prompt : prompt + n] = earlier
             response_positions = torch.arange(prompt, prompt + n)

@@ -107,7 +107,7 @@ class DiscreteDiffusionPolicy(ABC):
 
         The text is metadata["demonstration"] of the prompt, or else its answer; it is padded with end tokens. For a
         model that generates images, the image is metadata["target"], and the text before it metadata["reasoning"].
-        seeds: those of the states in which the responses are scored, one per prompt.
+        seeds: one per prompt; they determine the states in which the responses are scored.
         """
         layout, temperature = self.layout, self.temperature.value
         steps = torch.zeros(layout.length, dtype=torch.long)

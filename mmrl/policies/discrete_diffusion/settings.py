@@ -43,8 +43,8 @@ class Order(Choice):
     def scores(self, token_logp: Tensor, entropy: Tensor, uniform: Tensor) -> Tensor:
         """Returns scores [row, position]; masked positions with higher scores are filled first.
 
-        token_logp: log-probability of the token that was sampled for a position; entropy: that of the distribution
-        there; uniform: random numbers in [0, 1). Each is [row, position].
+        token_logp: log-probability of the token that was sampled for a position; entropy: the entropy of the model's
+        distribution at the position; uniform: random numbers in [0, 1). Each is [row, position].
         """
 
 
@@ -122,8 +122,8 @@ class MaskedLikelihood(Choice):
     def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
         """Returns the partly masked copies of one rollout in which the model scores its response.
 
-        seed: that of the rollout. prompt_length: in tokens. steps: [position] int64, the sampling step that filled each
-        position of the response. num_steps: sampling steps of a rollout.
+        seed: the seed of the rollout. prompt_length: number of tokens of the prompt. steps: [position] int64, the
+        sampling step that filled each position of the response. num_steps: sampling steps of a rollout.
         """
 
     def states_in_blocks(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int, blocks: Tensor) -> States:
@@ -476,8 +476,8 @@ def check_shift(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, *, shift
 
 
 def _check_critic(critic: CriticSettings | None, likelihood: MaskedLikelihood) -> None:
-    """Raises ValueError for a critic that cannot be used: of another type, or with a likelihood that does not follow
-    the trace."""
+    """Raises ValueError for a critic that is not of type `shared`, and for one whose likelihood scores responses in
+    states that sampling never had."""
     if critic is None:
         return
     if not isinstance(critic, SharedCritic):

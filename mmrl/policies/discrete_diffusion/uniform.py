@@ -98,8 +98,8 @@ class UniformPolicy(DiscreteDiffusionPolicy):
 
 
 def noised(seed: int, length: int, num_states: int, levels: tuple[float, float]) -> States:
-    """Returns states in which random tokens replace some positions: in state j of n each with a probability from the
-    j-th of n equal parts of `levels`.
+    """Returns states in which random tokens replace some positions: in state j of n each position is replaced with a
+    probability t, where t is uniform in the j-th of n equal parts of `levels`.
 
     All positions are scored in every state, also those that are not replaced: the model is not told which are.
     """

@@ -76,7 +76,8 @@ class UniformModel(TokenDiffusionModel):
         }
 
     def check(self, config: JobConfig) -> None:
-        """Raises ValueError if states change with every epoch (`redraw`), but the algorithm needs them to stay."""
+        """Raises ValueError if every epoch scores new states (`redraw`), but the algorithm measures something in the
+        states of the first epoch only."""
         super().check(config)
         noising = config.section("noising")
         if isinstance(noising, NoisingRollouts):

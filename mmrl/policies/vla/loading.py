@@ -105,9 +105,9 @@ def open_policy(
     """Loads a policy from a folder that a run saved, or from a published model. A head or critic that the model lacks
     gets random weights, which depend on `seed`.
 
-    critic: None for algorithms without a critic. temperature: of rollouts. steps_at_once, log, watched,
-    stores_episodes: see `VisionLanguageActionPolicy`. Raises UserError if options, model and simulator do not fit one
-    another.
+    critic: None for algorithms without a critic. temperature: the sampling temperature of rollouts. steps_at_once, log,
+    watched, stores_episodes: see `VisionLanguageActionPolicy`. Raises UserError if options, model and simulator do not
+    fit one another.
     """
     check_cameras(action, sim)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
@@ -426,7 +426,7 @@ def _architecture_values(key: str, saved: dict[str, Any], head: ActionHead) -> l
     """Returns (key, saved value, configured value) of the options that a head's weights depend on, followed by those of
     its base head.
 
-    key: of the head's section in the configuration; saved: that section as it was saved."""
+    key: the name of the head's section in the configuration; saved: that section as it was saved."""
     values = [(f"{key}.{name}", saved.get(name), plain(head)[name]) for name in ("type", *head.architecture_keys)]
     if head.checkpoint_head is not head:
         values += _architecture_values(f"{key}.base", saved.get("base", {}), head.checkpoint_head)

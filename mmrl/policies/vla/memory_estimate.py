@@ -175,7 +175,8 @@ def openvla_model(
     def score(steps: int) -> Tensor:
         """Runs the forward pass that scores `steps` policy steps, on the meta device. Returns its output."""
         ids = torch.zeros(steps, INSTRUCTION_LENGTH, dtype=torch.long, device="meta")
-        pixels = torch.empty(steps, len(action.cameras or [1]), 3, size, size, device="meta", dtype=dtype)
+        num_images = len(action.cameras or [1])  # without action.cameras all cameras are in one image
+        pixels = torch.empty(steps, num_images, 3, size, size, device="meta", dtype=dtype)
         inputs = unwrapped.embed(ids, torch.ones_like(ids), [pixels] * len(openvla_config.timm_model_ids))
         tokens = torch.empty(steps, action.chunk * ACTION_DIM, width, device="meta", dtype=dtype)
         if action.head.bidirectional:

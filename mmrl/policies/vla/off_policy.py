@@ -51,6 +51,7 @@ class OffPolicyAccess:
     def encoding_sizes(self) -> tuple[int, int]:
         """Lengths of the vectors that `encode_observations` and `encode_chunks` return."""
         simulator = self.policy.sim.simulator
+        # 1: the mask of executed actions
         return self.policy.module.backbone.width + simulator.state_dim, self.chunk_length * (simulator.action_dim + 1)
 
     @property
@@ -60,8 +61,8 @@ class OffPolicyAccess:
 
     @torch.no_grad()
     def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
-        """Encodes observations, of one row each, as vectors [observation, width + state] fp32: the last hidden state of
-        the prefix's last token, and the robot's state."""
+        """Encodes observations, which have one row each, as vectors [observation, width + state] fp32: the last hidden
+        state of the prefix's last token, and the robot's state."""
         policy, observation = self.policy, stack_observations(observations)
         prefix = policy.module.encode(policy.collate(policy.prepare(observation)))
         return torch.cat([prefix.last.float().cpu(), policy.robot_state(observation).float()], 1)
@@ -78,7 +79,7 @@ class OffPolicyAccess:
 
     @torch.no_grad()
     def sample(self, observations: Sequence[RobotObservation], seeds: Sequence[int], *, logp: bool) -> SampledActions:
-        """Samples a chunk at each observation, as in a rollout. observations: of one row each; seeds: one for each
+        """Samples a chunk at each observation, as in a rollout. observations: each has one row; seeds: one for each
         observation; logp: whether the log-probabilities of the chunks are computed too."""
         observation = stack_observations(observations)
         return self._sample(self.policy.prepare(observation), self.policy.robot_state(observation), seeds, logp)

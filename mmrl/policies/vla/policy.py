@@ -105,7 +105,7 @@ class Network(nn.Module):
 
     def encode(self, inputs: dict[str, Tensor]) -> EncodedPrefix:
         """Runs the backbone on collated inputs, or restores its cached output."""
-        if "hidden" in inputs:
+        if "hidden" in inputs:  # a key of cached inputs only
             return self.backbone.cached_prefix(inputs)
         return self.backbone.encode(inputs, every_layer=self.head.every_layer)
 
@@ -144,11 +144,11 @@ class VisionLanguageActionPolicy:
         watched: bool = False,
         stores_episodes: bool = False,
     ) -> None:
-        """temperature: of rollouts; heads without a temperature ignore it. normalizer: of actions; None: the robot
-        takes actions in [-1, 1]. state_statistics: standardise the state; None: it is read as it is. steps_at_once: see
-        `replay`. log: which steps have tables of samples, whose episodes are filmed if `action.film` is set. watched:
-        whether all episodes are filmed, because the task needs the images. stores_episodes: whether rollouts keep what
-        `trajectories` returns."""
+        """temperature: in rollouts; heads without a temperature ignore it. normalizer: converts actions to the robot's
+        units; None: the robot takes actions in [-1, 1]. state_statistics: standardise the state; None: it is read as it
+        is. steps_at_once: see `replay`. log: which steps have tables of samples, whose episodes are filmed if
+        `action.film` is set. watched: whether all episodes are filmed, because the task needs the images.
+        stores_episodes: whether rollouts keep what `trajectories` returns."""
         self.module, self.action, self.sim = network, action, sim
         self.watched, self.stores_episodes = watched, stores_episodes
         self.steps_at_once, self.log = steps_at_once, log or Log(samples_every=0)
@@ -552,8 +552,8 @@ def distinguishes_labels(policy: VisionLanguageActionPolicy, label: str, other: 
 
 
 def num_filmed_rollouts(action: Actions, log: Log, step: int, group_size: int) -> int:
-    """Returns how many rollouts of training step `step` are filmed: whole groups for the table of samples that follows
-    the step, or 0 if none does."""
+    """Returns how many rollouts of training step `step` are filmed: as many whole groups as the table of samples after
+    this step shows, or 0 if no table follows it."""
     if not action.film or not log.samples_every or (step + 1) % log.samples_every:
         return 0
     return math.ceil(log.samples / group_size) * group_size

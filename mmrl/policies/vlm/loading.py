@@ -51,8 +51,8 @@ VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
 def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Task | None = None) -> VisionLanguagePolicy:
-    """Loads the policy of a job. path: a folder or a hub name. task: some of its prompts are tried with the chat
-    template.
+    """Loads the policy of a job. path: a folder or a hub name. task: the chat template is tried with some of its
+    prompts.
 
     Raises UserError as `load_model`, and if responses may be as long as the context of the model.
     """
@@ -200,7 +200,7 @@ def save_in_published_layout(model: Any) -> None:
     """Makes `save_pretrained` write all weights in the layout of the published checkpoint, which other libraries read.
 
     Some published checkpoints have transposed weights of experts. transformers accepts both layouts and tells them
-    apart by shape. When saving, it compares shapes too, and with ZeRO-3's empty parameters that goes wrong.
+    apart by shape. It also compares shapes while it saves, which would fail with the empty parameters of ZeRO-3.
     """
     for conversion in model._weight_conversions:
         if isinstance(conversion, WeightConverter):

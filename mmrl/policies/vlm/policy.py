@@ -60,9 +60,10 @@ class VisionLanguagePolicy:
     ) -> None:
         """Builds the policy of a transformers model, with or without LoRA.
 
-        temperature: of training rollouts; None: that of `sampling`. max_prompt_length, max_response_length: in tokens.
-        logp_chunk: tokens whose logits are in memory at the same time. evaluation_temperature: 0 is greedy. segment:
-        tokens of a segment, for ratios by segment; None: no segments. gathers, packing: see `ModelRunner`.
+        temperature: the sampling temperature in training; None: `sampling.temperature`. max_prompt_length,
+        max_response_length: in tokens. logp_chunk: tokens whose logits are in memory at the same time.
+        evaluation_temperature: 0 is greedy. segment: tokens of a segment, for ratios by segment; None: no segments.
+        gathers, packing: see `ModelRunner`.
         """
         core, sampling = transformers_model(model), sampling or Sampling()
         limit = max_response_length if isinstance(max_response_length, Schedule) else constant(max_response_length)
@@ -208,8 +209,8 @@ class VisionLanguagePolicy:
 
         model: `self.module`, or the engine that wraps it. Tokens whose experts were recorded are routed to the same
         experts. reference: `model` is the reference policy, which always routes by its own router: with the experts of
-        the policy, its likelihoods would be wrong, and the KL would miss changes of the router. padding_side: of the
-        batch; it does not change the result.
+        the policy, its likelihoods would be wrong, and the KL would miss changes of the router. padding_side: on which
+        side rows are padded; it does not change the result.
         """
         return self.likelihoods.replay(rollouts, model, reference=reference, padding_side=padding_side)
 

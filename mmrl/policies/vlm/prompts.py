@@ -62,7 +62,8 @@ class RolloutTokens:
     def with_observation(self, observation: RolloutTokens) -> RolloutTokens:
         """Returns the rollout with an observation of the environment appended to the response.
 
-        observation: as encoded by `encode_texts`, in its `prompt`, `sequence` and `images`.
+        observation: its tokens and images, in the fields `prompt`, `sequence` and `images`, as `encode_texts` returns
+        them.
         """
         start = len(self.response)
         sequence = {
@@ -140,9 +141,9 @@ def encode_texts(
 ) -> list[RolloutTokens]:
     """Encodes texts, images and videos with the processor, as rollouts with empty responses.
 
-    texts: with one placeholder per image or video. images, videos: of each text, in the order of its placeholders.
-    names: of the texts, for error messages. inside: the texts continue a prompt, so no special tokens are added. Raises
-    UserError if the processor refuses a text.
+    texts: with one placeholder per image or video. images, videos: for each text its images and videos, in the order of
+    its placeholders. names: a name for each text, for error messages. inside: the texts continue a prompt, so no
+    special tokens are added. Raises UserError if the processor refuses a text.
 
     Texts whose images and videos have equal sizes go through the processor together: its outputs can then be split
     evenly, in every model family.

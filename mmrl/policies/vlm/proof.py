@@ -95,9 +95,9 @@ class GapLimit:
     measures the rounding of this model and engine."""
 
     def __init__(self, limit: float | None, dtype: torch.dtype) -> None:
-        """limit: rollout.generator.probe_limit. dtype: of the model."""
+        """limit: rollout.generator.probe_limit. dtype: the number format of the model's weights."""
         self.min_limit, first_limit = LIMITS[dtype]
-        self.calibrated = limit is not None
+        self.calibrated = limit is not None  # False: the first gap will set `value`
         self.value = first_limit if limit is None else limit
 
     def problem(self, gap: Gap, *, compared: bool) -> str | None:

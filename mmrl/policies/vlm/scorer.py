@@ -122,14 +122,13 @@ class TokenScorer(nn.Module):
         decision if there is a critic, then the logp of `alternatives` if given. All are fp32, [decision], the last one
         [decision, k].
 
-        inputs: of the model, with input_ids [row, length]. continuations: if given, `inputs` holds only the prompts,
-        rows are responses, and column 0 is the last token of the prompt. row, column, targets: [decision]; token
-        targets[i] is predicted at position column[i] of row row[i]. chunks: number of parts in which logits are
+        inputs: the inputs of the model, with input_ids [row, length]. continuations: if given, `inputs` holds only the
+        prompts, rows are responses, and column 0 is the last token of the prompt. row, column, targets: [decision];
+        token targets[i] is predicted at position column[i] of row row[i]. chunks: number of parts in which logits are
         computed if the output layer and the log-softmax cannot run as one fused kernel; under ZeRO-3 it must be equal
-        on all ranks; None: as many as this rank needs.
-        temperature: one number, or [decision]. alternatives: ids of further tokens, [decision, k], or [k] for all
-        decisions. num_likeliest: if above 0, only the ids of so many likeliest tokens are returned, [decision, rank].
-        packs: whether the decoder skips padding.
+        on all ranks; None: as many as this rank needs. temperature: one number, or [decision]. alternatives: ids of
+        further tokens, [decision, k], or [k] for all decisions. num_likeliest: if above 0, only the ids of so many
+        likeliest tokens are returned, [decision, rank]. packs: whether the decoder skips padding.
         """
         core = transformers_model(self.model)
         if continuations is None:
@@ -193,7 +192,7 @@ class TokenScorer(nn.Module):
         self, core: PreTrainedModel, inputs: dict[str, Tensor], continuations: PrefixContinuations
     ) -> Tensor:
         """Returns hidden states [response, 1 + token, hidden] of the last token of the prompt and of the response
-        tokens. inputs: of the prompts."""
+        tokens. inputs: the model inputs of the prompts."""
         prefix = Prefix(core, inputs).select(continuations.prompt)
         last = rearrange(prefix.last, "b h -> b 1 h")
         if continuations.ids.shape[1] == 0:

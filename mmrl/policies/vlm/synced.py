@@ -51,7 +51,7 @@ class Synced:
     ) -> None:
         """All ranks must call each method together, except `close`.
 
-        gather: returns the values of all ranks. limit: of the gap in log-probabilities, see `GapLimit`; None: derived
+        gather: returns the values of all ranks. limit: largest gap in log-probabilities, see `GapLimit`; None: derived
         from the first gap. adapters: whether the base weights are sent once and then only the LoRA. checksums: whether
         checksums are compared.
         """

@@ -84,8 +84,8 @@ def train_tokenizer(corpus: Sequence[str], entries: int, *, digits_apart: bool =
 
 
 def fast_tokenizer(tokenizer: Tokenizer, length: int, **special_tokens: str) -> PreTrainedTokenizerFast:
-    """Wraps a tokenizer with Qwen's special tokens. length: of the longest input, in tokens. special_tokens: further
-    special tokens by name, such as bos_token."""
+    """Wraps a tokenizer with Qwen's special tokens. length: number of tokens of the longest input. special_tokens:
+    further special tokens by name, such as bos_token."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -176,7 +176,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
 def write(path: str | Path, tokenizer: PreTrainedTokenizerFast, sizes: Sizes, seed: int) -> None:
     """Saves a model with random weights, its processor and generation config, for the Auto classes of transformers.
 
-    seed: that of the weights. The global random state of torch does not change.
+    seed: determines the weights. The global random state of torch does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

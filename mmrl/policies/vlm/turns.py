@@ -187,6 +187,7 @@ class Conversations:
                 if not ready and steps.pending:
                     self.append_observations(steps.results(block=True))
                     ready = self.ready(drafts, remaining, steps)
+                # under ZeRO-3 all ranks go on until the last one has finished
                 if not policy.any_rank_positive(len(ready) + len(steps.pending)):
                     return
                 old_lengths = [len(draft.tokens.response) for draft in ready]
@@ -324,7 +325,7 @@ class Conversations:
                 raise UserError(
                     f"a view of prompt {sample.prompt.id} changed the number or the size of its images; keep both"
                 )
-            if images:
+            if images:  # only the images of this encoding are used, so the text around them need not be exact
                 text = between(self.processor, first, observation, "")
                 parts.append(encode_texts(self.processor, [text], [images], names, inside=True)[0].images)
         return joined_images(parts)

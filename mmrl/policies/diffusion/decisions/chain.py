@@ -40,7 +40,8 @@ class ChainDecisions:
         return len(self._window(0, 0))
 
     def _check(self) -> None:
-        """Raises UserError for the mistakes that `__init__` lists."""
+        """Raises UserError if the transition does not fit the model, the window does not fit the number of steps, or
+        chunks or branching do not fit the window."""
         likelihood, space = self.likelihood, self.denoiser.family.space
         transition = likelihood.transition
         if transition.space != space:
@@ -164,6 +165,7 @@ class ChainDecisions:
         rows, guidance = x.flatten(0, 1), denoiser.denoising.guidance
 
         def predict(part: slice) -> Tensor:
+            """Predicts the velocity or noise of some of the rows."""
             sigma, time, v = grid.sigmas[flat[part]], grid.times[flat[part]], None if cached is None else cached[part]
             return denoiser.network.predict(model, rows[part], sigma, time, inputs[part], guidance, v)
 
@@ -235,7 +237,7 @@ def pooled(x: Tensor, sigmas: Tensor) -> Tensor:
 
 
 def segment_ids(chunks: Sequence[int], rollouts: int) -> Tensor | None:
-    """Returns the number of the chunk of each decision, [rollout, decision] int64; None without chunks.
+    """Returns the index of the chunk to which each decision belongs, [rollout, decision] int64; None without chunks.
 
     chunks: the length of each chunk, in decisions. rollouts: number of rollouts.
     """

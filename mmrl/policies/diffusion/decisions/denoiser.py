@@ -24,7 +24,7 @@ class Denoiser:
     def __init__(
         self, network: GuidedNetwork, shape: Shape, *, keep_predictions: bool, steps_at_once: int | None
     ) -> None:
-        """shape: that of the latents of rollouts. keep_predictions, steps_at_once: see `DiffusionPolicy`."""
+        """shape: the shape of latents in rollouts. keep_predictions, steps_at_once: see `DiffusionPolicy`."""
         self.network, self.family, self.denoising, self.shape = network, network.family, network.denoising, shape
         self.keep_predictions, self.steps_at_once = keep_predictions, steps_at_once
 
@@ -49,7 +49,7 @@ class Denoiser:
         return self.network.device
 
     def initial_noise(self, seeds: Sequence[int], shape: Shape | None = None) -> Tensor:
-        """Returns pure noise, [row, ...]; each row depends only on its seed. shape: of one row's latents; None: that of
+        """Returns pure noise, [row, ...]; each row depends only on its seed. shape: the shape of one row; None: as in
         rollouts."""
         return gaussian_noise([int(seed) for seed in seeds], INITIAL, shape or self.shape).to(self.device)
 
@@ -65,7 +65,7 @@ class Denoiser:
         """Runs full chains from pure noise.
 
         inputs, seeds: one per row. windows: the stochastic steps of each row; the others are deterministic. guidance:
-        scale. shape: of one row's latents; None: that of rollouts.
+        the scale. shape: the shape of one row of latents; None: as in rollouts.
         """
         noise, keep = noise_function(seeds, shape or self.shape), self.keep_predictions
         predict = self.network.predictor(sampler, inputs, guidance)

@@ -101,6 +101,7 @@ class LevelDecisions:
         rows, levels, times = x.flatten(0, 1), sigma.flatten(), time.flatten()
 
         def predict(part: slice) -> Tensor:
+            """Predicts the velocity or noise of some of the rows."""
             return denoiser.network.predict(model, rows[part], levels[part], times[part], inputs[part], guidance)
 
         v = denoiser.in_parts(predict, len(rows)).float().view_as(x)

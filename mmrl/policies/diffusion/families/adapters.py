@@ -61,7 +61,7 @@ class Adapter:
 
     def _check_names(self, names: list[str], network: Any, component: str) -> None:
         """Raises UserError for weights with the names of diffusers whose module the network does not have; diffusers
-        would only log a warning. names: those of the weights in the file."""
+        would only log a warning. names: the names of the weights in the file."""
         modules = {name for name, _ in network.named_modules()}
         prefix = f"{component}."
         changed_modules = {name.removeprefix(prefix).split(".lora")[0] for name in names if name.startswith(prefix)}

@@ -41,7 +41,7 @@ class PipelineParts:
     @contextmanager
     def visiting(self, *names: str, stay: bool = False) -> Iterator[None]:
         """Moves components to the network's device for the duration of the context, and then, unless `stay`, back to
-        the CPU."""
+        the CPU. In nested contexts a component stays until the outermost one that moved it ends."""
         new = [name for name in names if self.pipe.components[name] is not None and name not in self._visitors]
         self._visitors.update(new)
         try:

@@ -51,8 +51,8 @@ class StableDiffusion3(FlowPipeline):
         return int(self.module.config.pos_embed_max_size * self.module.config.patch_size)
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the largest shapes of the tensors of a condition by name. T5 has `text_tokens` tokens; it is set, as
-        the class has a default."""
+        """Returns the largest shapes of the tensors of a condition by name. `text_tokens`, the tokens of T5, is never
+        None here, because `longest` has a default; `or 0` is for the type checker."""
         config = self.module.config
         tokens = CLIP_TOKENS + (self.text_tokens or 0)
         return {
@@ -87,8 +87,8 @@ class Flux(FlowPipeline):
         return ModelNotes(distilled_guidance=f"the network is distilled from a guided one (its guidance scale: {key})")
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the largest shapes of the tensors of a condition by name. `text_tokens` is set: the class has a
-        default."""
+        """Returns the largest shapes of the tensors of a condition by name. `text_tokens` is never None here, because
+        `longest` has a default; `or 0` is for the type checker."""
         config = self.module.config
         return {
             "encoder_hidden_states": (self.text_tokens or 0, config.joint_attention_dim),

@@ -152,7 +152,7 @@ class Pipeline(ABC):
         return self._encode(inputs.text)
 
     def meta_condition(self, shape: Shape) -> Condition:
-        """Returns a condition of the largest size on the meta device, for memory estimates. shape: that of the
+        """Returns a condition of the largest size on the meta device, for memory estimates. shape: the shape of the
         latents."""
         condition = {name: torch.empty(size, device="meta") for name, size in self._sizes().items()}
         return {**condition, "source": torch.empty(shape, device="meta")} if self.condition_parts else condition
@@ -343,7 +343,8 @@ class NoisePipeline(Pipeline):
         return ddim_grid(self._ddim.alphas_cumprod, self._ddim.timesteps, last)
 
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps uniform numbers to training timesteps. Returns their sigmas sqrt(1 - alpha_bar), and the timesteps."""
+        """Maps uniform numbers [n] in (0, 1) to timesteps of the network's training. Returns their noise levels, sqrt(1
+        - alphas_cumprod), and the timesteps, [n] each."""
         alphas = self._ddim.alphas_cumprod.to(uniform.device)
         index = (uniform * len(alphas)).long().clamp(max=len(alphas) - 1)  # a number near 1 may round up to it
         return (1 - alphas.double()[index]).sqrt(), index.float()

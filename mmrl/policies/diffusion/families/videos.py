@@ -184,8 +184,8 @@ class LTXVideo(VideoPipeline):
         return 161, 512, 704
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the largest shapes of the tensors of a condition by name. `text_tokens` is set: the class has a
-        default."""
+        """Returns the largest shapes of the tensors of a condition by name. `text_tokens` is never None here, because
+        `longest` has a default; `or 0` is for the type checker."""
         tokens = self.text_tokens or 0
         return {
             "encoder_hidden_states": (tokens, self.module.config.caption_channels),
@@ -202,8 +202,9 @@ class LTXVideo(VideoPipeline):
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
-        """Predicts the velocity of latents x [n, channel, frame, height, width]; see `Family.predict`. The network
-        takes every latent pixel as a token, and the sizes of frame and pixel in seconds and pixels of the video."""
+        """Predicts the velocity of latents x [n, channel, frame, height, width]; see `Family.predict`. Every latent
+        pixel is a token of the network. Its position embedding is scaled by how many seconds and pixels of the video a
+        latent frame and a latent pixel span."""
         frames, height, width = x.shape[2:]
         sizes = {"f": frames, "h": height, "w": width}
         in_time, in_space = self.compression
@@ -242,8 +243,8 @@ class HunyuanVideo(VideoPipeline):
         return 129, 720, 1280
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the largest shapes of the tensors of a condition by name. `text_tokens` is set: the class has a
-        default."""
+        """Returns the largest shapes of the tensors of a condition by name. `text_tokens` is never None here, because
+        `longest` has a default; `or 0` is for the type checker."""
         tokens, config = self.text_tokens or 0, self.module.config
         return {
             "encoder_hidden_states": (tokens, config.text_embed_dim),

@@ -64,8 +64,8 @@ class Backbone(nn.Module):
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Any]:
-        """Preprocesses n observations to a list of n rows for `collate`. images: those of each camera [n, height,
-        width, 3] RGB; texts: n prompts; state: the robot's state [n, state], which most backbones leave to the head."""
+        """Preprocesses n observations to a list of n rows for `collate`. images: one array [n, height, width, 3] RGB
+        per camera; texts: n prompts; state: the robot's state [n, state], which most backbones leave to the head."""
         raise NotImplementedError
 
     def collate(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:

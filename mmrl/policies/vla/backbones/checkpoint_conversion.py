@@ -94,8 +94,8 @@ def error_summary(error: BaseException) -> str:
 
 
 def read_action_dim(file: Path | None, head: dict[str, Tensor]) -> int:
-    """Returns the action size of a head. head: its weights. Raises UserError if they are not of an L1 regression
-    head."""
+    """Returns the action size of a head. head: the weights of the head by name. Raises UserError if they are not the
+    weights of an L1 regression head."""
     assert file is not None
     last = head.get("model.fc2.weight", torch.empty(0, 0))
     if last.dim() != 2 or any(name.startswith("noise_predictor.") for name in head):

@@ -149,8 +149,9 @@ class PartFiles:
     projector: Path | None
 
     def check(self, path: str, action: Actions, sizes: tuple[int, int, int]) -> None:
-        """Raises UserError if these files are not those that `action` needs; reads no weights. path: model.path; sizes:
-        the model's width, the action size, and the size of the state that the policy may read."""
+        """Raises UserError if a file that `action` needs is missing or does not fit, or a file is present that `action`
+        does not use. Reads no weights. path: model.path; sizes: the model's width, the action size, and the size of the
+        state that the policy may read."""
         width, action_dim, state_dim = sizes
         l1_head = isinstance(action.head.checkpoint_head, L1Actions)
         if l1_head and self.head is None:
@@ -228,8 +229,8 @@ def find_files(folders: Sequence[Path]) -> PartFiles:
 
 
 def check_readable(path: str, names: Sequence[str]) -> None:
-    """Raises UserError if the model has parts that are not supported, or parts that exist only as pickles. names: of
-    the files at `path`."""
+    """Raises UserError if the model has parts that are not supported, or parts that exist only as pickles. names: the
+    names of the files at `path`."""
     for pattern, reason in UNSUPPORTED.items():
         for name in fnmatch.filter(names, pattern):
             raise UserError(f"model.path={path} holds {name}: {reason}, which is not supported")

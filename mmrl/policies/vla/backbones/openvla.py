@@ -87,6 +87,8 @@ class VisionBackbone(nn.Module):
     concatenated."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
+        """Builds the vision transformers that `config` names; calling one returns the patch features of its
+        next-to-last layer, in a list of one."""
         super().__init__()
         assert config.timm_model_ids and config.timm_override_act_layers and config.image_sizes
         self.names = ("featurizer", "fused_featurizer") if config.use_fused_vision_backbone else ("featurizer",)
@@ -99,6 +101,7 @@ class VisionBackbone(nn.Module):
                 img_size=config.image_sizes[i],
                 act_layer=config.timm_override_act_layers[i],
             )
+            # replaced only because its parameter has another name in OpenVLA's files
             for module in list(vit.modules()):
                 for child, scale in module.named_children():
                     if isinstance(scale, LayerScale):
@@ -304,8 +307,8 @@ class OpenVLABackbone(Backbone):
         return Prefix(model.language_model, embedded, every_layer=every_layer)
 
     def l1_head(self, settings: NormalActions, action: Actions, action_dim: int) -> Head:
-        """Builds OpenVLA-OFT's L1 regression head and loads its weights; `oft.PartFiles.check` has made sure of its
-        file."""
+        """Builds OpenVLA-OFT's L1 regression head with the weights of the checkpoint. `load` has checked that their
+        file exists and fits."""
         assert self.head_file is not None
         head = oft.L1Head(settings, action, action_dim, self.width)
         oft.read_into(head, self.head_file)
@@ -335,7 +338,7 @@ class OpenVLABackbone(Backbone):
         if ids[-1] != SPACE_TOKEN:
             ids = [*ids, SPACE_TOKEN]
         vit: Any = self.unwrapped.vision_backbone.get_submodule("featurizer")
-        length = len(ids) + cameras * vit.patch_embed.num_patches + self.reads_state
+        length = len(ids) + cameras * vit.patch_embed.num_patches + self.reads_state  # the state is one token
         if length > self.max_prompt_length:
             images = "its image" if cameras == 1 else f"its {cameras} images"
             raise UserError(

@@ -81,9 +81,9 @@ class Normaliser:
     """The normalisation step of a processor, and the statistics that its file holds."""
 
     def __init__(self, path: str, processor: str, contents: Mapping[str, bytes]) -> None:
-        """path: model.path, for messages. processor: PREPROCESSOR or POSTPROCESSOR. contents: of the policy's files, by
-        name. Raises UserError if the processor has no normalisation step, or the file of its statistics cannot be
-        read."""
+        """path: model.path, for messages. processor: PREPROCESSOR or POSTPROCESSOR. contents: the contents of the
+        policy's files, by name. Raises UserError if the processor has no normalisation step, or the file of its
+        statistics cannot be read."""
         self.path, self.file, self.step_name = path, f"{processor}.json", STEPS[processor]
         steps: list[dict[str, Any]] = json.loads(contents[self.file])["steps"]
         step = next((step for step in steps if step.get("registry_name") == self.step_name), None)
@@ -206,9 +206,9 @@ class Normaliser:
 
 def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorFiles:
     """Reads the processor files in `folder`, and gives statistics the names under which LeRobot finds them. With
-    action.replace_statistics, those of action.statistics replace the checkpoint's.
+    action.replace_statistics, the statistics in action.statistics replace the checkpoint's.
 
-    path: that of the model, for messages. Raises UserError if statistics are missing or ambiguous.
+    path: model.path, for messages. Raises UserError if statistics are missing or ambiguous.
     """
     contents = {file.name: file.read_bytes() for pattern in FILES for file in sorted(folder.glob(pattern))}
     data_set = _replacement_statistics(path, action)
@@ -263,7 +263,7 @@ def _replacement_statistics(path: str, action: Actions) -> DataSetStatistics | N
 def _load_statistics(
     normaliser: Normaliser, feature_type: FeatureType, data_set: DataSetStatistics | None, action: Actions
 ) -> Statistics:
-    """Returns the statistics of actions or states: of `data_set` if it is given, else of the checkpoint."""
+    """Returns the statistics of actions or states from `data_set`, or, if that is None, from the checkpoint."""
     if data_set is None:
         return normaliser.own_statistics(feature_type, action.statistics_key)
     return normaliser.statistics_from(data_set, feature_type)
@@ -284,8 +284,8 @@ def _with_lerobot_names(normaliser: Normaliser, statistics_of: Mapping[FeatureTy
 
 
 def _changed_files(contents: Mapping[str, bytes], normaliser: Normaliser, tensors: Statistics) -> dict[str, bytes]:
-    """Returns the new contents of those files of a processor that change if it gets these tensors, by name. contents:
-    of all files, by name."""
+    """Returns the files of a processor that change when its statistics become `tensors`: the new contents by file name.
+    contents: the present contents of all files, by name."""
     if normaliser.state_file is not None:
         return {normaliser.state_file: save(tensors)}
     tree = json.loads(contents[normaliser.file])

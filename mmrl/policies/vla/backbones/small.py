@@ -136,8 +136,8 @@ class SmallBackbone(Backbone):
         return {name: value.to(device) for name, value in batch.items()}
 
     def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> SmallPrefix:
-        """Encodes observations. Tokens are the image token, if there are images, and the words; of a grid world one
-        token."""
+        """Encodes observations. The tokens of RGB images are one image token, then the words; without images, the
+        words; for a grid world, a single token."""
         words, mask = self.embeddings(inputs["words"]), inputs["mask"].bool()
         if self.config.codes:
             board = self.board(inputs["images"], words * mask[..., None])[:, None]

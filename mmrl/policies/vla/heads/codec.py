@@ -29,8 +29,8 @@ class ActionCodec:
         return self.vocabulary - self.bins
 
     def encode(self, actions: Tensor) -> Tensor:
-        """Returns the columns [...] int64 of numbers `actions` [...], which are clamped to [-1, 1]. Raises ValueError
-        for NaN."""
+        """Returns the columns [...] int64 (token ids minus `first`) of numbers `actions` [...], which are clamped to
+        [-1, 1]. Raises ValueError for NaN."""
         if bool(actions.isnan().any()):
             raise ValueError("actions hold NaN")
         edges = torch.linspace(-1, 1, self.bins, dtype=torch.float64)
@@ -38,7 +38,8 @@ class ActionCodec:
         return (self.bins - edge).to(actions.device)
 
     def decode(self, columns: Tensor) -> Tensor:
-        """Returns the numbers [...] fp32 that columns [...] stand for, the centers of their intervals."""
+        """Returns the numbers [...] fp32 that columns [...] (token ids minus `first`) stand for: the centers of their
+        intervals."""
         edges = torch.linspace(-1, 1, self.bins, dtype=torch.float64, device=columns.device)
         centers = ((edges[1:] + edges[:-1]) / 2).float()
         return centers[(self.bins - columns - 1).clamp(0, self.bins - 2)]

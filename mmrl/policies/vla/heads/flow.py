@@ -58,7 +58,7 @@ class FlowHead(Head):
         state_dim: int,
         latent: tuple[int, int] | None = None,
     ) -> None:
-        """latent: see the class; None: the same as `shape`.
+        """latent: the shape that is denoised, see the class; None: `shape`.
 
         Raises UserError if the window of steps does not fit the sampler, and for a likelihood or a transition that this
         head does not support."""

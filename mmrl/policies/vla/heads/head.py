@@ -128,9 +128,10 @@ class Head(nn.Module):
         """Scores n sampled chunks: returns fields of `mmrl.rollouts.Replay` such as "logp", each [n, decisions, ...],
         and its extras under names that begin with EXTRA.
 
-        prefix, state, sampled: those of the n chunks, as in `act`. valid: [n, chunk] bool, which actions were executed;
-        the others do not contribute. old, reference: the field "prediction" under the policy that sampled the rollouts
-        and under the reference policy, from which divergences are computed; None where they are not needed."""
+        prefix, state: the inputs of `act` for the observations at which the n chunks were sampled. sampled: the chunks,
+        as `act` returns them. valid: [n, chunk] bool, which actions were executed; the others do not contribute. old,
+        reference: the field "prediction" under the policy that sampled the rollouts and under the reference policy,
+        from which divergences are computed; None where they are not needed."""
         raise NotImplementedError
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
@@ -232,7 +233,7 @@ class TokenHead(LevelledHead):
 
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
         """Samples the tokens of chunks, all at once or one after the other; see `Head.act`. Returns also "columns" [n,
-        chunk x action], the sampled tokens."""
+        chunk x action], the sampled tokens as indices among the action tokens."""
         generators = [torch.Generator(state.device).manual_seed(seed) for seed in sampling.seeds]
 
         def select_columns(logits: Tensor) -> Tensor:

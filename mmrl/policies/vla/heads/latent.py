@@ -64,7 +64,7 @@ class LatentHead(DiagonalGaussianHead):
         random_numbers = zip(*(self._random_numbers(seed) for seed in sampling.seeds), strict=True)
         noise, uniform, action_noise = (torch.stack(rows).to(context.device) for rows in random_numbers)
         latents, count = torch.zeros_like(noise), torch.full((len(noise),), self.steps, device=context.device)
-        active = torch.arange(len(noise), device=context.device)
+        active = torch.arange(len(noise), device=context.device)  # rows whose latents have not ended
         for k in range(self.steps):
             mean = self._latent_mean(context[active], latents[active, :k])
             latents[active, k] = mean + sampling.temperature * self.latent_std * noise[active, k]

@@ -17,8 +17,8 @@ from mmrl.rollouts import Prompt, Rollouts
 def demonstrate(tokens: ChatTokenizer, prompts: Sequence[Prompt], temperature: float) -> Rollouts:
     """Returns rollouts of the prompts with their reference answers as responses.
 
-    temperature: that of the distribution under which their log-probabilities are computed. Raises UserError for a
-    demonstration of several responses, which needs an environment.
+    temperature: the one at which their log-probabilities are computed. Raises UserError for a demonstration of several
+    responses, which needs an environment.
     """
     answers = []
     for prompt in prompts:

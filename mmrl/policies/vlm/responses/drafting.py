@@ -28,7 +28,7 @@ class Drafter:
     responses."""
 
     def __init__(self, runner: ModelRunner, sampling: Sampling, temperature: Schedule) -> None:
-        """temperature: of rollouts for which no temperature is given."""
+        """temperature: the default sampling temperature."""
         self.runner, self.tokens, self.sampling, self.temperature = runner, runner.tokens, sampling, temperature
         self.conversations: Conversations | None = None
 
@@ -80,8 +80,8 @@ class Drafter:
         limit: int,
         temperature: float | None = None,
     ) -> Rollouts:
-        """Samples rollouts with an engine, and keeps the engine's log-probabilities as `behaviour_logp`. limit: of
-        response tokens; temperature: None for that of the current step."""
+        """Samples rollouts with an engine, and keeps the engine's log-probabilities as `behaviour_logp`. limit: largest
+        number of response tokens; temperature: None: the temperature of the current step."""
         drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
         self.extend(engine, drafts, limit)
         return self.complete(drafts, group_size)

@@ -22,8 +22,8 @@ class PromptEncoder:
     """
 
     def __init__(self, processor: Processor, max_length: int, placeholders: Iterable[str] = ()) -> None:
-        """max_length: that of a prompt, in tokens. placeholders: the model's tokens for images and videos, which must
-        not be in the text of a prompt."""
+        """max_length: largest number of tokens of a prompt. placeholders: the model's tokens for images and videos,
+        which must not be in the text of a prompt."""
         self.processor, self.max_length = processor, max_length
         self.placeholders = tuple(token for token in placeholders if token not in MARKERS)
         self._cached: dict[int, tuple[weakref.ref[Prompt], RolloutTokens]] = {}

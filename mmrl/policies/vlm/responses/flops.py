@@ -32,9 +32,8 @@ class ResponseFlops:
     def head(self) -> Flops:
         """The FLOPs of the output layer for one token."""
         weight = self._head.weight
-        forward = (
-            2.0 * weight.numel() if weight.dim() == 2 else 0.0
-        )  # not 2: partitioned by ZeRO-3, its size is unknown
+        # a weight that ZeRO-3 has partitioned has no shape
+        forward = 2.0 * weight.numel() if weight.dim() == 2 else 0.0
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.decoder.parameters())
         # backward: a product for the gradient of the hidden states, and one for that of the weight
         return Flops(forward, forward * (trained + weight.requires_grad))

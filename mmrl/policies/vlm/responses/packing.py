@@ -164,8 +164,8 @@ def packed_attention(
 
     query: [1, head, token, head dimension]; key, value: the same, with fewer heads under grouped-query attention.
     cu_seq_lens_q: cumulative lengths of the sequences, [sequence + 1]; None: rows are padded, and transformers' SDPA
-    attention is used. max_length_q: of the longest sequence. is_causal: None means True. Returns [1, token, head, head
-    dimension].
+    attention is used. max_length_q: length of the longest sequence. is_causal: None means True. Returns [1, token,
+    head, head dimension].
     """
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **options)
@@ -183,8 +183,8 @@ def packed_attention(
 
 @apart
 def by_sequence(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """Computes attention sequence by sequence; arguments and result as in `packed_attention`. ends: its cu_seq_lens_q;
-    scale: of the scores, None for the default."""
+    """Computes attention sequence by sequence; arguments and result as in `packed_attention`. ends: the argument
+    cu_seq_lens_q there; scale: factor of the attention scores, None for the default."""
     lengths, shared = ends.diff().tolist(), query.shape[1] > key.shape[1]
     sequences = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
     attended = [

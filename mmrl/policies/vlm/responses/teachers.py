@@ -92,7 +92,7 @@ def suppress(module: nn.Module, tokens: ChatTokenizer) -> None:
     """Gives probability 0 in the teacher to all tokens that the student may not sample, and to rows of the teacher's
     output matrix beyond the tokenizer's last id.
 
-    module: the teacher's `TokenScorer`. tokens: those of the student.
+    module: the teacher's `TokenScorer`. tokens: the student's tokenizer.
     """
     assert isinstance(module, TokenScorer)
     rows = transformers_model(module.model).get_output_embeddings().weight.shape[0]
