@@ -62,6 +62,7 @@ def grow(
         chain = segment(repeat(chain.final, "b ... -> (b k) ...", k=k), group, child_seeds, start, start, stop)
         steps.append(torch.stack([chain.x, chain.x_next]))
     leaves = sharing_leaves(branching, width)
+    # every leaf gets the states of all chains that it continues: [2, leaf, step of the window, ...]
     per_leaf = [repeat(step, "two b ... -> two (b k) ...", k=k) for step, k in zip(steps, leaves, strict=True)]
     x, x_next = torch.cat(per_leaf, 2)
     return Chain(chain.final, x, x_next)

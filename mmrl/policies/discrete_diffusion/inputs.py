@@ -62,7 +62,8 @@ class StateCollator:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rows of prompt, response and noised response, one per record and state: token ids [row, token],
         attention mask [row, token, token] and position ids [row, token]; see `block_attention`. states: one per record.
-        blocks: [position], the block of each position of the response."""
+        blocks: [position], the block of each position of the response. noised_response: returns the token ids of a
+        response in one of its states."""
         rows = [
             torch.cat([record.prompt, record.response, noised_response(record, row_states, s)])
             for record, row_states in zip(records, states, strict=True)
@@ -88,7 +89,7 @@ class StateCollator:
         self, records: list[MaskedRecord], states: list[States], noised_response: NoisedResponse
     ) -> tuple[Tensor, Tensor]:
         """Returns rows of prompt and noised response, one per record and state: token ids and attention mask, [row,
-        token] each."""
+        token] each. noised_response: returns the token ids of a response in one of its states."""
         rows = [
             torch.cat([self._masked_prompt(record, row_states, s), noised_response(record, row_states, s)])
             for record, row_states in zip(records, states, strict=True)

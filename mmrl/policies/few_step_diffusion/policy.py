@@ -121,7 +121,7 @@ class FewStepPolicy:
         space, device, grid = policy.family.space, policy.device, student.sampler.grid
         seeds = [record.seed + SEED_OFFSET for record in records]
         uniform = torch.stack([score.stratified(seed, num_decisions) for seed in seeds])
-        point = uniform.mul(len(grid)).long().flatten()
+        point = uniform.mul(len(grid)).long().flatten()  # indices of noise levels in the student's grid
         data = torch.stack([record.data for record in records])[:, None].to(device)
         noise = score.draw_noises(seeds, num_decisions, data.shape[2:]).to(device)
         sigma = grid.sigmas[point].float().view(len(records), num_decisions)

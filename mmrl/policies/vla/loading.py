@@ -276,8 +276,9 @@ def _check_base_exists(folder: Path, head: ActionHead) -> None:
 
 
 def _check_base_is_loaded(path: str, action: Actions, base: Head) -> None:
-    """Raises UserError for a base head whose weights were not loaded; only its standard deviation or scale may have
-    initial values."""
+    """Raises UserError for a base head with parameters of its own, since only a folder that a run saved holds their
+    values; the heads of published models are part of the backbone. Standard deviation and scale may have initial
+    values."""
     may_be_initial = (*base.optional_parameters, "log_std", "log_scale")
     if any(not name.startswith(may_be_initial) for name, _ in base.named_parameters()):
         raise UserError(_missing_base_message(path, action.head))

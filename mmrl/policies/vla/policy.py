@@ -431,7 +431,7 @@ class VisionLanguageActionPolicy:
                 for record, num_latents in zip(row_records, head.num_latents(sampled).tolist(), strict=True):
                     record.num_latents.append(num_latents)
             if options.training:
-                last = steps[-1]
+                last = steps[-1]  # the only one: in training a chunk is executed in one call
                 valid = torch.from_numpy(last.valid[rows])
                 for i, (record, row) in enumerate(zip(row_records, rows, strict=True)):
                     stored = make_step_record(observation, actions, i, last, row) if self.stores_episodes else None

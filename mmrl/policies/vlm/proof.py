@@ -28,9 +28,9 @@ class ChecksumComparison:
     def compare(
         self, base: Mapping[str, Checksum], adapter: Mapping[str, Checksum], reports: Sequence[Report]
     ) -> tuple[str | None, dict[str, float]]:
-        """Returns an error message or None, and metrics: the number of tensors that were compared in the form that the
-        engine computes with (held), in the form before the engine packed them (packed), and of sent tensors that no
-        engine loads (unused).
+        """Returns an error message or None, and three numbers of tensors as metrics: those compared in the form with
+        which the engine computes (held), those compared in the form before the engine packed them (packed), and those
+        that were sent, but that no engine loads (unused).
 
         base, adapter: checksums of the sent weights and of the sent LoRA, by name. reports: one per engine. Sent
         tensors that the first engine does not load at the first call are remembered in `unused`. The metrics are those

@@ -37,7 +37,7 @@ class ChainDecisions:
     @property
     def count(self) -> int:
         """The number of decisions of a rollout, the steps of the window."""
-        return len(self._window(0, 0))
+        return len(self._window(0, 0))  # it is the same in every training step and group
 
     def _check(self) -> None:
         """Raises UserError if the transition does not fit the model, the window does not fit the number of steps, or

@@ -92,7 +92,8 @@ class Denoiser:
 
     def in_parts(self, compute: Callable[[slice], Tensor], rows: int) -> Tensor:
         """Calls `compute(slice of rows)` for `steps_at_once` of the `rows` rows at a time, and concatenates the
-        results. The parts are the same with and without a gradient, so that the first ratio is exactly 1."""
+        results. The parts are the same with and without a gradient, so that the ratio of new to old probability is
+        exactly 1 before the first update."""
         size = self.steps_at_once or rows
         return torch.cat(
             map_with_checkpointing(compute, [slice(first, first + size) for first in range(0, rows, size)])

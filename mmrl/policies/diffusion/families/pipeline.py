@@ -339,6 +339,7 @@ class NoisePipeline(Pipeline):
         the last step would then change nothing.
         """
         self._ddim.set_timesteps(steps)
+        # alphas_cumprod of the last level; 1: no noise
         last = float(self._ddim.final_alpha_cumprod) if self._ddim.timesteps[-1] > 0 else 1.0
         return ddim_grid(self._ddim.alphas_cumprod, self._ddim.timesteps, last)
 

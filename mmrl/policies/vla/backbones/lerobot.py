@@ -79,7 +79,7 @@ class ExpertPrefix:
 
     def select(self, rows: Tensor) -> ExpertPrefix:
         """Returns the prefixes of observations `rows` [m], which may repeat."""
-        if torch.equal(rows, torch.arange(len(self.mask), device=rows.device)):
+        if torch.equal(rows, torch.arange(len(self.mask), device=rows.device)):  # each once, in order: no copy
             return self
         layers = [(keys[rows], values[rows]) for keys, values in self.keys_and_values]
         return ExpertPrefix(layers, self.mask[rows], self.state[rows], self.last[rows])
@@ -501,8 +501,8 @@ def use_fp32_projections(policy: PreTrainedPolicy) -> None:
 
 
 def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel:
-    """Adds LoRA adapters to the trainable linear layers of `policy`. base: the path of its files, which peft saves with
-    the adapters. Raises UserError if no layer matches."""
+    """Adds LoRA adapters to the trainable linear layers of `policy`. base: the path of the policy's files, which peft
+    saves with the adapters. Raises UserError if no layer matches."""
     lora_config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]

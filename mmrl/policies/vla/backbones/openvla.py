@@ -239,7 +239,7 @@ class OpenVLABackbone(Backbone):
                 "is supported"
             )
         self.size, self.resampling = (
-            image_config["input_sizes"][0][1:],
+            image_config["input_sizes"][0][1:],  # height and width, after the number of channels
             Image.Resampling[image_config["interpolations"][0].upper()],
         )
         for name in ("mean", "std"):  # [vision transformer, 3]

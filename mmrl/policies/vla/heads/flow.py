@@ -80,6 +80,7 @@ class FlowHead(Head):
         self.sampler = Sampler(grid(steps), None if chain is None else chain.transition)
         self.evaluation_sampler = Sampler(grid(settings.evaluation_steps))
         try:
+            # the window has as many steps in every training step and group, so any numbers do
             self._decisions = 1 if chain is None else len(window_steps(chain.window, self.sampler.std, 0, 0))
             if isinstance(self.likelihood, ActionContrast):
                 self._decisions = self.likelihood.draws

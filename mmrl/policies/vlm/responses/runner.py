@@ -192,7 +192,7 @@ def distinct_rows(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], l
     indices: dict[tuple[int, int, tuple[int, ...]], int] = {}
     keys = []
     for number, row in enumerate(rows):
-        image_key = number if row.observed_images else -1
+        image_key = number if row.observed_images else -1  # unique for a row with images
         keys.append((id(row.prompt), image_key, (*row.response.tolist(),)))
     row_index = [indices.setdefault(key, len(indices)) for key in keys]
     return [rows[row_index.index(number)] for number in range(len(indices))], row_index
