@@ -299,6 +299,8 @@ class RewardedAlgorithm(Algorithm):
     sampling_policy: SamplingPolicy | None = option(None, "sample rollouts with an EMA of the weights; null: do not")
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
+        """Raises ValueError if dynamic sampling would drop nothing, since a shaper also learns from groups of equal
+        rewards."""
         super().check(config, offered)
         filters = config.rollout.filters
         shaper_type = next((shaper.type for shaper in self.shaping if shaper.learns_from_equal_rewards), None)

@@ -125,7 +125,7 @@ class PPO(RatioAlgorithm):
         total = batch.local(batch.combined_rewards())
         steps.mask = steps.mask & ~total.isnan()[:, None]  # an unknown reward is not a reward of 0
         moment, exists = moments_of(steps)
-        last = moment == exists.sum(1, keepdim=True) - 1
+        last = moment == exists.sum(1, keepdim=True) - 1  # the steps of the last moment, since moments count from 0
         rewards = self.simulator_reward * steps.rewards + total[:, None].where(last & steps.mask, 0.0)
         if self.reward_kl is not None:
             penalties = _sum_by_step(self.reward_kl.costs(batch), steps)
@@ -156,7 +156,7 @@ class PPO(RatioAlgorithm):
         lambdas = lam.unique().tolist()
         if len(lambdas) == 1:
             return self._gae(rewards, steps, lambdas[0])
-        advantages = torch.zeros_like(rewards + steps.values)
+        advantages = torch.zeros_like(rewards + steps.values)  # the dtype of the sum
         returns = torch.zeros_like(advantages)
         for value in lambdas:
             rows = lam == value
@@ -195,7 +195,7 @@ class PPO(RatioAlgorithm):
             rewards,
             steps.values,
             terminated,
-            torch.zeros_like(steps.mask),
+            torch.zeros_like(steps.mask),  # `truncated`: no episode is cut within its recorded steps
             gamma=self.gamma,
             lam=lam,
             mask=steps.mask,
@@ -286,10 +286,11 @@ def steps_of_turns(rollouts: Rollouts, time_step: str) -> Steps:
         steps = all_steps.merge(turns.number)
         steps.rewards = rewards[:, : steps.mask.shape[1]].where(steps.mask, 0.0)
         return steps
+    # a step number for each token of the policy; observations after a token have the token's number
     steps = all_steps.merge((all_steps.mask.cumsum(1) - 1).clamp(min=0))
     assert steps.begin is not None
     turn = turns.number.gather(1, steps.begin).where(steps.mask, -1)
-    next_turn = F.pad(turn[:, 1:], (0, 1), value=-1)
+    next_turn = F.pad(turn[:, 1:], (0, 1), value=-1)  # differs from `turn` at the last token of a turn
     steps.rewards = rewards.gather(1, turn.clamp(min=0)).where(steps.mask & (turn != next_turn), 0.0)
     return steps
 

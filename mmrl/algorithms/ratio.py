@@ -102,18 +102,18 @@ class RatioAlgorithm(RewardedAlgorithm):
         from mmrl.core.ratios import aggregate_log_ratio, regulate_log_ratio
         from mmrl.rollouts import SEGMENTS, log_ratio
 
-        ratio = log_ratio(micro, replay)
+        log_ratios = log_ratio(micro, replay)
         if self.ratio == "normalised":
             assert replay.divergence is not None and replay.std is not None
-            ratio = regulate_log_ratio(ratio, replay.divergence, replay.std)
-        mask = micro.mask.to(ratio.device)
-        ratio = aggregate_log_ratio(ratio, mask, level=self.level, segments=SEGMENTS.get(replay))
-        stats = {"surrogate/ratio_gap": (ratio.detach().exp() - 1).abs()}
+            log_ratios = regulate_log_ratio(log_ratios, replay.divergence, replay.std)
+        mask = micro.mask.to(log_ratios.device)
+        log_ratios = aggregate_log_ratio(log_ratios, mask, level=self.level, segments=SEGMENTS.get(replay))
+        stats = {"surrogate/ratio_gap": (log_ratios.detach().exp() - 1).abs()}
         if self.target_kl is not None:
-            stats["surrogate/old_kl"] = ratio.detach().exp() - 1 - ratio.detach()
+            stats["surrogate/old_kl"] = log_ratios.detach().exp() - 1 - log_ratios.detach()
         if replay.divergence is not None:
             stats["surrogate/divergence"] = replay.divergence.detach()
-        return ratio, stats
+        return log_ratios, stats
 
 
 def _add_prefix(stats: dict[str, Tensor]) -> dict[str, Tensor]:

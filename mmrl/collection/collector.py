@@ -149,6 +149,7 @@ class Collector:
         total = combined_reward(rewards, torch.tensor(self.task.reward_weights))
         columns = fresh.group, require(fresh.prompt, "prompts"), total, require(fresh.accuracy, "accuracy")
         local_rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        # by group: its id is the position of its prompt in the order in which prompts were drawn
         rows = sorted((row for part in self.ranks.gather(local_rows) for row in part), key=itemgetter(0))
         outcomes = []
         for _, group in groupby(rows, itemgetter(0)):

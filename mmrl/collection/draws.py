@@ -66,6 +66,7 @@ class PromptDraws:
     def load(self, state: dict[str, Any]) -> None:
         self.drawn = state["drawn"]
         self.sampler.load(state["sampler"])
+        # rewards that had been observed since the state was taken, see `PendingBatches.state`
         outcomes = [
             Outcome(prompt, tuple(rewards), tuple(accuracies))
             for prompt, rewards, accuracies in state.get("observed", [])

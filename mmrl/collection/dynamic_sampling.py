@@ -60,9 +60,10 @@ class Candidates:
         """Returns this rank's share of the batch, with `filler` True for groups without signal. A collective."""
         rank_index = self.ranks.rank if self.shared else 0
         by_rank = self.ranks.gather(self.candidates) if self.shared else [self.candidates]
-        shares = assign_groups(by_rank, self.num_groups)
+        shares = assign_groups(by_rank, self.num_groups)  # for each rank: (rank that sampled the group, candidate)
         rollouts = Rollouts.concat(self._same_columns())
         if self.shared and any(source != rank for rank, share in enumerate(shares) for source, _ in share):
+            # for each rank, the groups that it gets from this rank
             positions_to_send = [[c.position for source, c in share if source == rank_index] for share in shares]
             parts = [rollouts.select(_rows(rollouts, p)) if p else None for p in positions_to_send]
             received = self.ranks.exchange(parts, instead="rollout.dynamic_sampling.shared=false")

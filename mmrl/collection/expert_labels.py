@@ -47,9 +47,12 @@ class ExpertLabels(ExtraSource):
 
     def start(self, context: SourceContext) -> None:
         self._context, self._kept, self._order = context, [], Permutation()
+        # another order than those of rollouts (seed) and of demonstrations (seed + 1)
         self._order.start(len(context.prompts), context.seed + 2)
 
     def make(self, fresh: Rollouts) -> Rollouts:
+        """Plays new episodes, and returns this rank's share of `prompts` labelled observations, drawn with replacement
+        from those that it keeps. Raises UserError if it has none."""
         import torch
 
         from mmrl.rollouts import DEMONSTRATION
@@ -63,6 +66,7 @@ class ExpertLabels(ExtraSource):
                 "the warnings above"
             )
         count = self.prompts // world
+        # numbers of the labels among those of the run: their seeds, and distinct group ids
         positions = torch.arange(step * self.prompts, (step + 1) * self.prompts)[rank * count : (rank + 1) * count]
         drawn = random.Random(f"{self._context.seed} {rank} {step}").choices(self._kept, k=count)
         labels: Rollouts = self._context.policy.demonstrate(drawn, positions.tolist())
@@ -76,6 +80,7 @@ class ExpertLabels(ExtraSource):
         count = self.episodes // world
         share = slice(rank * count, (rank + 1) * count)
         starts = [self._context.prompts[i] for i in self._order.draw(self.episodes)[share]]
+        # an episode's seed is its number in the run
         seeds = list(range(first, first + self.episodes))[share]
         self._kept = [*self._kept, *self._context.policy.label_with_expert(starts, seeds)][-self.keep :]
 

@@ -232,9 +232,10 @@ class DemonstrationSource(ExtraSource):
 
         self._context, self._order = context, Permutation()
         self._demonstrations = get_demonstrations(context.task, context.prompts)
-        self._order.start(len(self._demonstrations), context.seed + 1)
+        self._order.start(len(self._demonstrations), context.seed + 1)  # another order than that of the rollouts
 
     def make(self, fresh: Rollouts) -> Rollouts:
+        """Returns this rank's share of the next `prompts` demonstrations, each in a group of its own."""
         import torch
 
         from mmrl.rollouts import DEMONSTRATION
@@ -245,7 +246,7 @@ class DemonstrationSource(ExtraSource):
         indices = self._order.draw(self.prompts)[rank * count : (rank + 1) * count]
         positions = range(first + rank * count, first + (rank + 1) * count)
         demonstrations = context.policy.demonstrate([prompts[i] for i in indices], list(positions))
-        demonstrations.group = -1 - torch.tensor(positions)
+        demonstrations.group = -1 - torch.tensor(positions)  # negative, unlike the ids of fresh groups
         demonstrations.origin = torch.full((count,), DEMONSTRATION)
         return demonstrations
 
@@ -290,7 +291,7 @@ def masked_copies(rollouts: Rollouts, count: int) -> Rollouts:
 
     copies = rollouts.select(torch.zeros(count, dtype=torch.int64))
     copies.mask = torch.zeros_like(copies.mask)
-    copies.group = torch.iinfo(torch.int64).min + torch.arange(count)
+    copies.group = torch.iinfo(torch.int64).min + torch.arange(count)  # ids that no other group has
     copies.origin = torch.full((count,), REPLAYED)
     for name in ("rewards", "accuracy"):
         vars(copies)[name] = torch.full_like(vars(copies)[name], torch.nan)

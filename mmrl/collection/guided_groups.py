@@ -77,6 +77,7 @@ class GuidedGroups(Guidance):
         return 1
 
     def make(self, fresh: Rollouts) -> Rollouts:
+        """Returns the scored demonstrations of the selected groups' prompts, with the ids of these groups."""
         from mmrl.rollouts import DEMONSTRATION
 
         context = self._context
@@ -120,6 +121,8 @@ class GuidedPrefixes(Guidance):
         return self.count
 
     def make(self, fresh: Rollouts) -> Rollouts:
+        """Returns for each selected group `count` scored responses that begin with a random share of the prompt's
+        demonstration and are continued by the policy."""
         import torch
 
         from mmrl.rollouts import EXTRA

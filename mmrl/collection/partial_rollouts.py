@@ -90,6 +90,7 @@ class Pool:
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        """Restores the unfinished groups that `state` returned."""
         self.groups = []
         self.add(state["positions"], state["prompts"])
         self.policy.restore([draft for group in self.groups for draft in group.drafts], state["drafts"])

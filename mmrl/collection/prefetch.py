@@ -43,6 +43,8 @@ class ReadAhead:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns the prompt of an index: the one that a process has read ahead, else read here. Its encoding stays for
+        `encoded`."""
         future = self._futures.pop(index, None)
         if future is None:
             return self.source[index]

@@ -128,6 +128,8 @@ class SuccessReplay(ReplaySource):
         return self.count
 
     def make(self, fresh: Rollouts) -> Rollouts:
+        """Returns for each selected group of `fresh` up to `count` stored rollouts of its prompt, with the group's
+        id."""
         import torch
 
         context = self._context
@@ -162,6 +164,8 @@ class SelfImitation(ReplaySource):
         return self.count
 
     def make(self, fresh: Rollouts) -> Rollouts:
+        """Returns this rank's share of `count` rollouts, drawn with replacement from all stored ones, without rewards;
+        masked rollouts if none is stored."""
         import torch
 
         context = self._context

@@ -43,6 +43,8 @@ class ExtraRollouts(ExtraSource):
         return self.most
 
     def make(self, fresh: Rollouts) -> Rollouts:
+        """Samples `count` responses to the prompt of each group without a right rollout. Returns the first `most` right
+        ones of each, scored, with the group's id."""
         import torch
 
         from mmrl.rollouts import EXTRA
@@ -63,6 +65,6 @@ class ExtraRollouts(ExtraSource):
         responses.rewards = context.task.score(responses.samples, responses.group)
         responses.accuracy = context.task.accuracy(responses.samples)
         responses.origin = torch.full((len(responses),), EXTRA)
-        correct = (responses.accuracy >= self.accuracy) & bool(failed)
+        correct = (responses.accuracy >= self.accuracy) & bool(failed)  # none, if this rank has no failed group
         number = correct.view(-1, self.count).cumsum(1).flatten()  # among the correct responses to a prompt, from 1
         return pad_to_all_ranks([responses.select(correct & (number <= self.most))], fresh, context)

@@ -67,6 +67,7 @@ class DemonstratedRounds(Rounds):
     policy: Policy
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
+        """Makes `group_size` rollouts of the demonstrations of each prompt, which form a group."""
         size, (draw, prompts) = self.config.group_size, self.draw_prompts(draw)
         seeds = rollout_seeds(self.config.seed, draw.positions, size)
         shared = [seed for seed in seeds[::size] for _ in range(size)]  # the rollouts of a prompt share a seed
@@ -103,6 +104,7 @@ class SampledRounds(ScoredRounds):
     """Samples all rollouts at once, or in micro-batches, each of which is scored while the next one is sampled."""
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
+        """Samples and scores the groups of the next prompts, or of those of `draw`, and measures them."""
         size, (draw, prompts) = self.config.group_size, self.draw_prompts(draw)
         batch = self.sampled(prompts, draw.positions, step)
         batch.prompt = torch.tensor(draw.indices).repeat_interleave(size)
@@ -148,6 +150,8 @@ class PooledRounds(ScoredRounds):
         return None
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
+        """Fills the pool with new prompts and takes this rank's share of groups from it, as many as it has prompts in a
+        step. `draw` is not used."""
         share = self.draws.share
         max_groups = share + self.pool.partial.oversample // self.ranks.world
         pool_size = max(share, min(max_groups, share * (self.config.steps - step)))

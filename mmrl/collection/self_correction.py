@@ -50,6 +50,8 @@ class SelfCorrections(ExtraSource):
         return self.count
 
     def make(self, fresh: Rollouts) -> Rollouts:
+        """Returns joined responses of pairs of fresh rollouts, scored by the second response of each, with the id of
+        their group. Those that are too long are left out."""
         import torch
 
         from mmrl.rollouts import EXTRA
@@ -92,6 +94,7 @@ class SelfCorrections(ExtraSource):
             if not correct or not wrong:
                 continue
             rng = random.Random(f"{self._context.seed} {group}")  # independent of the rank that has the group
+            # half, rounded up; all where two different wrong ones do not exist
             num_corrected = -(-self.count // 2) if len(wrong) > 1 else self.count
             pairs += [(rng.choice(wrong), rng.choice(correct)) for _ in range(num_corrected)]
             pairs += [tuple(rng.sample(wrong, 2)) for _ in range(self.count - num_corrected)]

@@ -80,6 +80,7 @@ def _dual_clip(log_ratio: Tensor, a: Tensor, *, low: float, high: float, cap: fl
 
 
 def _cispo(log_ratio: Tensor, a: Tensor, *, low: float, high: float) -> Result:
+    """Returns values with the gradient -w A dlogp, w the clamped, detached ratio, and statistics; see `surrogate`."""
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - low, 1 + high)
     stats = {"weight": weight, "clip_low": ratio < 1 - low, "clip_high": ratio > 1 + high}

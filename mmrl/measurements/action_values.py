@@ -50,6 +50,8 @@ class ActionValues(ReplayedMeasurement[SampledActionValues]):
         return frozenset({DifferentiableActions})
 
     def measure(self, micro: Rollouts, context: ReplayedContext) -> SampledActionValues:
+        """Samples a chunk at each recorded step of the micro-batch and returns its Q values, with gradients to the
+        policy but not to the Q networks."""
         import torch
 
         from mmrl.samplers.chain import derive_seed
@@ -64,7 +66,7 @@ class ActionValues(ReplayedMeasurement[SampledActionValues]):
         sampled = context.policy.off_policy.resample(micro, rows.tolist(), seeds, logp=uses_entropy)
         pairs = torch.cat([sampled.observations, sampled.chunks.to(sampled.observations)], 1)
         networks = self.values.q_networks(context.modules, pairs.shape[1], context.seed)
-        by_member = networks.module.fixed(pairs)
+        by_member = networks.module.fixed(pairs)  # [Q network, recorded step]
         q = zeros.index_put((rows,), by_member.amin(0) if self.of == "least" else by_member.mean(0))
         temperature = self.values.entropy_temperature(context.modules)
         if temperature is None or sampled.logp is None:

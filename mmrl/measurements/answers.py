@@ -24,11 +24,14 @@ class GreedyRewards(CollectedMeasurement["Column"]):
     name: ClassVar[str] = "greedy"
 
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> Column:
+        """Returns the rewards of one greedy response to each group's prompt, repeated for its rollouts, [rollout,
+        component]."""
         import torch
 
         from mmrl.rollouts import Column
 
         prompts, _, member = grouped_prompts(rollouts)
+        # greedy decoding (evaluation.temperature is 0) does not depend on the seeds
         answers = context.sampling.respond(prompts, [0] * len(prompts))
         return Column(context.task.score(answers, torch.arange(len(prompts)))[member])
 
@@ -52,6 +55,8 @@ class ViewAnswers(CollectedMeasurement["FurtherResponses"]):
         self.view.check(prompt)
 
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> FurtherResponses:
+        """Samples `group_size` responses to the view of each group's prompt. Returns their mean accuracy [rollout] and
+        their texts, repeated for the group's rollouts."""
         from mmrl.rollouts import FurtherResponses
         from mmrl.runtime.seeds import rollout_seeds
 
@@ -61,6 +66,7 @@ class ViewAnswers(CollectedMeasurement["FurtherResponses"]):
         seeds = rollout_seeds(context.seed, groups, size)
         samples = context.sampling.rollout(changed, size, seeds, step=context.step).samples
         accuracy = context.task.accuracy(samples).view(-1, size).nanmean(1)
+        # samples are ordered by prompt, `size` for each
         responses = [[sample.response for sample in samples[g * size : (g + 1) * size]] for g in range(len(groups))]
         return FurtherResponses(accuracy[member], [responses[g] for g in member.tolist()])
 
@@ -77,6 +83,8 @@ class ReferenceRewards(PreparedMeasurement["Column"]):
         return frozenset({"reference_rollouts"})
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> Column:
+        """Returns the reward of one response of the reference policy to each group's prompt, repeated for its rollouts,
+        [rollout]."""
         import torch
 
         from mmrl.rollouts import Column

@@ -36,6 +36,8 @@ class Completions(CollectedMeasurement["Column"]):
         return frozenset({"separate_chains"})
 
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> Column:
+        """Returns the rewards of the completions of the state before each step, and as the last column the reward of
+        the rollout, [rollout, 1 + decision]."""
         import torch
 
         from mmrl.rollouts import Column

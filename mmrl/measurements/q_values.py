@@ -155,13 +155,14 @@ class QLearner:
         copies = rows.bincount(minlength=len(steps))
         transitions = self._encode(list(steps.values()), copies, max(map(len, self.context.micro_batches)))
         proposals = [i for i, prompt in enumerate(prompts) if "proposal" in prompt.metadata]
-        chunks = torch.zeros(len(prompts), self.off_policy.encoding_sizes[1])
+        _, chunk_width = self.off_policy.encoding_sizes
+        chunks = torch.zeros(len(prompts), chunk_width)
         if proposals:
             chunks[proposals] = self.off_policy.encode_chunks([prompts[i].metadata["proposal"] for i in proposals])
         pairs = torch.cat([transitions.observation[rows], chunks], 1)
         estimates, proposal_values = self._update(transitions, pairs[proposals])
         estimates = estimates[rows]
-        estimates[proposals, 0] = proposal_values
+        estimates[proposals, 0] = proposal_values  # column 0 of ESTIMATES is q
         return estimates
 
     def _encode(self, prompts: Sequence[Prompt], copies: Tensor, size: int) -> Transitions:
@@ -286,6 +287,7 @@ class ExpectileValue(FollowingValue):
         self.expectile = expectile
 
     def update(self, transitions: Transitions, q: QEnsemble) -> None:
+        """Takes an optimizer step of V on the expectile error of the target networks' Q of the executed chunks."""
         from mmrl.core.values import expectile_error
 
         count = int(self.context.sum(transitions.copies.sum()))
@@ -316,6 +318,7 @@ class SampledNextValue(FollowingValue):
     log-probability. The weight of the entropy is adapted to the entropy of these chunks."""
 
     def update(self, transitions: Transitions, q: QEnsemble) -> None:
+        """Takes an optimizer step of the weight of the entropy toward the target entropy, if there is one."""
         temperature = self.settings.entropy_temperature(self.context.modules)
         if temperature is None or self.settings.entropy is None:
             return
@@ -329,6 +332,8 @@ class SampledNextValue(FollowingValue):
             temperature.descend([(sampled * losses).sum() / count], self.context.sum)
 
     def of_next(self, transitions: Transitions, q: QEnsemble) -> Tensor:
+        """Returns the least target Q of the chunk sampled at s', minus the temperature times its log-probability,
+        [n]."""
         value = q.target(transitions.next_pairs)
         temperature = self.settings.entropy_temperature(self.context.modules)
         if temperature is None:
@@ -341,7 +346,8 @@ class SampledNextValue(FollowingValue):
 
 
 def in_parts(encode: Any, observations: list[Any], size: int, width: int) -> Tensor:
-    """Encodes observations, `size` at once, [observation, width]."""
+    """Returns the vectors of observations, [observation, width]. encode: encodes at most `size` observations at once;
+    it is not called without observations."""
     import torch
 
     parts = [encode(observations[i : i + size]) for i in range(0, len(observations), size)]

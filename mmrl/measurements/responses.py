@@ -61,6 +61,7 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
         self.view.check(prompt)
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
+        """Returns the log-probabilities of the same responses given the view of each prompt, [rollout, decision]."""
         from mmrl.rollouts import DecisionColumn
 
         viewed = context.policy.view(rollouts, bind_step(self.view, context.step))
@@ -117,7 +118,7 @@ class PromptLikelihoods(PreparedMeasurement["Column"]):
 
         micro_batches = context.micro_batches
         logp = torch.cat([context.policy.prompt_logp(rollouts.select(rows)) for rows in micro_batches])
-        return Column(logp[torch.cat(micro_batches).argsort()])
+        return Column(logp[torch.cat(micro_batches).argsort()])  # back in the order of the rollouts
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,15 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
         return f"continued {self.count} times every {self.every}"
 
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> DecisionColumn:
+        """Returns the gain in expected reward over each decision's segment, [rollout, decision]; responses are
+        resampled from every boundary between segments."""
         import torch
 
         from mmrl.core.credit import segment_gains
         from mmrl.rollouts import DecisionColumn
 
         rewards = context.rewards(rollouts)
-        max_segments = -(-rollouts.mask.shape[1] // self.every)
+        max_segments = -(-rollouts.mask.shape[1] // self.every)  # rounded up
         values = torch.full((len(rollouts), max_segments), torch.nan)  # expected reward at each segment's beginning
         values[:, 0] = torch.stack([rewards[rollouts.group == group].nanmean() for group in rollouts.group])
         lengths = rollouts.mask.sum(1).tolist()
@@ -162,6 +165,7 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
         from mmrl.runtime.seeds import continuation_seeds
 
         rows = torch.tensor([row for row, _ in cuts]).repeat_interleave(self.count)
+        # the number of a response in its group, by which its continuations get seeds of their own
         members = [int((rollouts.group[:row] == rollouts.group[row]).sum()) for row, _ in cuts]
         seeds: list[int] = []
         for (row, cut), member in zip(cuts, members, strict=True):
@@ -192,6 +196,8 @@ class GroupDivergence(PreparedMeasurement["DecisionColumn"]):
         return "group divergence"
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
+        """Sums the divergence over blocks of the vocabulary, so that the log-probabilities of one block are stored at a
+        time."""
         import torch
 
         from mmrl.core.credit import divergence_in_group

@@ -47,6 +47,7 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         return REQUIRED[self.of]
 
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> SpanColumn:
+        """Returns values, decisions and texts of the spans that the reward returned, for each rollout."""
         import torch
 
         from mmrl.protocols.spans import SpanColumn
@@ -82,7 +83,8 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
             )
 
     def _shares(self, rollouts: Rollouts, bounds: Sequence[list[Bounds]], context: CollectedContext) -> list[Tensor]:
-        """Returns for each rollout which decisions belong to which span, [3, entry], see `character_shares`."""
+        """Returns for each rollout which decisions belong to which span, [3, entry]: index of the decision, index of
+        the span, and the share of the decision in the span."""
         from mmrl.core.turns import unit_shares
         from mmrl.rollouts import Turns
 
@@ -99,7 +101,7 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         return [self._text_shares(*triple) for triple in zip(pieces, rollouts.samples, bounds, strict=True)]
 
     def _decision_shares(self, number: Tensor, bounds: list[Bounds]) -> Tensor:
-        """Returns the decisions of each span, [3, entry], see `unit_shares`. number: [decision], the position of each
+        """Returns the decisions of each span, [3, entry], as `_shares` does. number: [decision], the position of each
         decision among the masked-in ones, or -1. Raises UserError if a span ends after the last decision."""
         from mmrl.core.turns import unit_shares
 
@@ -111,7 +113,7 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         return unit_shares(number, bounds)
 
     def _text_shares(self, pieces: list[str], sample: Sample, bounds: list[Bounds]) -> Tensor:
-        """Returns the decisions of each span of characters, [3, entry], see `character_shares`. pieces: each decision's
+        """Returns the decisions of each span of characters, [3, entry], as `_shares` does. pieces: each decision's
         text. Raises UserError if the response is a conversation."""
         from mmrl.core.turns import character_shares
 

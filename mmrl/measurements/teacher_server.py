@@ -94,7 +94,8 @@ class TeacherServer:
         most likely ones. Rows may come in another order than in `rows`."""
         for start in range(0, len(rows), self.batch_size):
             batch = rows[start : start + self.batch_size]
-            choices = self._choices([[*tokens[row][0], *tokens[row][1]] for row in batch], count)
+            pairs = [tokens[row] for row in batch]  # token ids of prompt and response
+            choices = self._choices([[*prompt, *response] for prompt, response in pairs], count)
             for choice in choices:
                 row = batch[choice["index"]]
                 prompt, response = tokens[row]

@@ -100,6 +100,8 @@ class PathTeacher(Teacher, WeightsOrigin):
         return self._replayed(rollouts, context, lambda replay: replay.logp)
 
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
+        """Returns the `count` likeliest tokens at each decision under the teacher (None: the whole vocabulary) with
+        their log-probabilities, which a replay of the rollouts by the teacher computes."""
         from mmrl.protocols.choices import WholeVocabulary, top_k_choices
 
         teacher, changed = (
@@ -186,6 +188,8 @@ class ServerTeacher(Teacher):
         return self.client.likelihoods(rollouts, sorted_rows(context), context.policy.teachers.ids(rollouts))
 
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
+        """Returns the `count` likeliest tokens at each decision that the student may sample, with their
+        log-probabilities. Raises UserError for the whole vocabulary (None)."""
         teachers = context.policy.teachers
         if count is None:
             raise UserError("teacher.server cannot return whole distributions; use the estimator top_k or sampled")
@@ -213,6 +217,8 @@ class ViewTeacher(Teacher):
         return self._replayed(context.policy.view(rollouts, self.view.changed), context, "logp")
 
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
+        """Returns the `count` likeliest tokens at each decision given the changed prompt (None: the whole vocabulary),
+        with their log-probabilities under the teacher's weights."""
         from mmrl.protocols.choices import WholeVocabulary, top_k_choices
 
         policy, changed = context.policy, context.policy.view(rollouts, self.view.changed)
@@ -258,6 +264,8 @@ class TaggedTeachers(Teacher):
                 raise UserError(f"by_tag.{tag}: {error}") from None
 
     def logp(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
+        """Returns the log-probabilities under the teacher that a rollout's tag selects, [rollout, decision]; NaN
+        without one."""
         import torch
 
         logp = torch.full(rollouts.mask.shape, torch.nan)
@@ -266,6 +274,8 @@ class TaggedTeachers(Teacher):
         return logp
 
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
+        """Returns the choices of each rollout under the teacher that its tag selects; log-probabilities are NaN for
+        rollouts without a teacher."""
         import torch
 
         from mmrl.rollouts import require
@@ -372,6 +382,8 @@ class TeacherPredictions(PreparedMeasurement["DecisionColumn"]):
         return f"teacher {self.teacher.key}"
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
+        """Stores the teacher's outputs as `rollouts.ref_prediction`. Returns which decisions have one, [rollout,
+        decision] bool. Raises UserError if the reference policy's outputs are stored there."""
         from mmrl.rollouts import DecisionColumn
 
         if rollouts.ref_prediction is not None:

@@ -150,6 +150,7 @@ class Guards:
                 )
             value = metrics[guard.metric]
             self.outside[index] = self.outside[index] + 1 if guard.is_outside(value) else 0
+            # the guard acts again after each further `patience` values outside the band
             if self.outside[index] and self.outside[index] % guard.patience == 0:
                 guard.action.act(run, f"{guard.metric} is {value:.4g}, outside {guard.low:g} to {guard.high:g}")
         return {f"outside/{guard.metric}": float(n) for guard, n in zip(self.guards, self.outside, strict=True)}

@@ -24,6 +24,7 @@ class Blank(View):
     level: int = option(127, "grey level of every pixel and channel", ge=0, le=255)
 
     def change(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with grey images of the same sizes."""
         from PIL import Image
 
         grey = (self.level,) * 3
@@ -68,6 +69,7 @@ class HiddenRegions(View):
             )
 
     def change(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with the boxes of its metadata blacked out in its first image."""
         from PIL import ImageDraw
 
         self.check(prompt)
@@ -80,7 +82,7 @@ class HiddenRegions(View):
             covered = image.convert("RGB")  # a copy
             draw = ImageDraw.Draw(covered)
             for x1, y1, x2, y2 in boxes:
-                draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=(0, 0, 0))
+                draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=(0, 0, 0))  # PIL includes the last row and column
             return covered
 
         return prompt.map_images(hidden)
@@ -96,15 +98,18 @@ class ShuffledPatches(RandomView):
     patch: int = option(14, "side of a patch", unit="pixels", ge=1)
 
     def change(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with the patches of each image in a random order."""
         import numpy as np
         from PIL import Image
 
         rng, side = self.generator(prompt), self.patch
 
         def shuffled(image: Image.Image) -> Image.Image:
+            """Returns the image with its whole patches permuted; what is left at the right and at the bottom stays."""
             pixels = np.array(image.convert("RGB"))
             rows, columns = image.height // side, image.width // side
             grid = pixels[: rows * side, : columns * side].reshape(rows, side, columns, side, 3).swapaxes(1, 2)
+            # [patch, y, x, RGB], in a random order
             patches = grid.reshape(rows * columns, side, side, 3)[rng.permutation(rows * columns)]
             grid = patches.reshape(rows, columns, side, side, 3).swapaxes(1, 2)
             pixels[: rows * side, : columns * side] = grid.reshape(rows * side, columns * side, 3)
@@ -128,6 +133,7 @@ class ShuffledFrames(RandomView):
             )
 
     def change(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with the frames of each video in another order, in its messages and its list of videos."""
         from dataclasses import replace
 
         from mmrl.rollouts import Video

@@ -32,6 +32,7 @@ class SuccessTrackingSampler(PromptSampler):
         self._size, self._seed, self._num_drawn, self._rates = size, seed, 0, {}
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Moves each prompt's average success toward that of its new group."""
         for outcome in outcomes:
             rate = success_rate(outcome)
             if math.isfinite(rate):
@@ -80,6 +81,7 @@ class WeightedSampler(SuccessTrackingSampler):
         """Returns the weight of each prompt, [prompt] float64."""
 
     def draw(self, count: int) -> list[int]:
+        """Samples prompts in proportion to their weights, each once before any is repeated."""
         import numpy as np
 
         sampled: list[int] = []
@@ -147,6 +149,7 @@ class SuccessWindow(SuccessTrackingSampler):
 
     def _accepts(self, prompt: int) -> bool:
         """Returns whether a prompt is not skipped."""
+        # -1: this prompt has been drawn already
         round_ = (self._order.state()["drawn"] - 1) // self._size
         rate = self._rates.get(prompt)
         return rate is None or round_ % self.recheck == self.recheck - 1 or self.low <= rate <= self.high
@@ -185,6 +188,7 @@ class SkipFlat(SuccessTrackingSampler):
         num_skipped = 0
         while len(sampled) < count:
             (prompt,) = self._order.draw(1)
+            # a new random number for every visit of a prompt
             uniform = self.rng(self._order.state()["drawn"]).random()
             if uniform < self.explore ** self._flat.get(prompt, 0) or num_skipped >= self._size:
                 sampled.append(prompt)
@@ -195,6 +199,7 @@ class SkipFlat(SuccessTrackingSampler):
         return sampled
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Updates each prompt's average success, and its number of groups in a row with equal rewards."""
         super().observe(outcomes)
         for outcome in outcomes:
             scored = [reward for reward in outcome.rewards if math.isfinite(reward)]
@@ -230,6 +235,8 @@ class Volatility(SuccessTrackingSampler):
         self._spread, self._visits = {}, {}
 
     def draw(self, count: int) -> list[int]:
+        """Returns the `count` prompts of the highest average std of rewards + bonus; after the last prompt, begins
+        again with the first."""
         import numpy as np
 
         visits = values_by_prompt(self._visits, self._size, 0)
@@ -240,6 +247,7 @@ class Volatility(SuccessTrackingSampler):
         return [int(ranked[i % self._size]) for i in range(count)]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Updates each prompt's average success and average std of rewards, and counts its visits."""
         super().observe(outcomes)
         for outcome in outcomes:
             scored = [reward for reward in outcome.rewards if math.isfinite(reward)]

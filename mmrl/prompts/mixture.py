@@ -33,6 +33,7 @@ class CategorySampler(PromptSampler):
     _values: dict[str, float] = PrivateAttr(default_factory=dict)  # preference by category
 
     def inspect(self, source: Any) -> None:
+        """Reads the category of every prompt. Raises UserError for a prompt whose metadata has none."""
         members: dict[str, list[int]] = {}
         for index in range(len(source)):
             prompt = source[index]
@@ -67,6 +68,7 @@ class CategorySampler(PromptSampler):
         members, num_drawn = self._members[name], self._num_drawn[name]
         self._num_drawn[name] += 1
         round_, position = divmod(num_drawn, len(members))
+        # the first member differs between categories of equal size, so that their orders differ
         order = np.random.default_rng([self._seed, round_, len(members), members[0]]).permutation(len(members))
         return members[int(order[position])]
 
@@ -102,6 +104,7 @@ class CategoryBandit(CategorySampler):
     rate: float = option(0.3, "weight of the newest step in a category's average", gt=0, le=1)
 
     def _categories(self, count: int) -> list[str]:
+        """Returns `count` categories, drawn with the probabilities softmax(values / temperature)."""
         names = list(self._members)
         max_value = max(self._values.values())  # subtracted, so that exp does not overflow
         weights = [math.exp((self._values[name] - max_value) / self.temperature) for name in names]
@@ -109,6 +112,7 @@ class CategoryBandit(CategorySampler):
         return [names[int(i)] for i in self.rng().choice(len(names), size=count, p=probabilities)]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Moves the value of each category toward the mean |reward - group mean| of its new rollouts."""
         for name, category_outcomes in self._by_category(outcomes).items():
             deviations = []
             for outcome in category_outcomes:
@@ -150,6 +154,8 @@ class TaskQuotas(CategorySampler):
         return {name: share / sum(floored.values()) for name, share in floored.items()}
 
     def _categories(self, count: int) -> list[str]:
+        """Returns each task as often as its share of `count` says. Numbers are rounded down, and those with the largest
+        remainders up, so that they add up to `count`."""
         targets = {name: share * count for name, share in self.shares.items()}
         quotas = {name: int(number) for name, number in targets.items()}
         ranked = sorted(targets, key=lambda name: quotas[name] - targets[name])  # largest remainder first
@@ -158,6 +164,8 @@ class TaskQuotas(CategorySampler):
         return [name for name, number in quotas.items() for _ in range(number)]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Updates the average loss (1 - success) of each task, and lowers the weights of tasks whose log loss fell more
+        than the mean."""
         gains: dict[str, float] = {}
         for name, category_outcomes in self._by_category(outcomes).items():
             rates = [rate for rate in map(success_rate, category_outcomes) if math.isfinite(rate)]

@@ -100,12 +100,14 @@ class MaskedPatches(RandomView):
     patch: int = option(14, "side of a patch", unit="pixels", ge=1)
 
     def change(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with a random share of the patches of each image and frame blacked out."""
         import numpy as np
         from PIL import Image
 
         rng = self.generator(prompt)
 
         def masked(image: Image.Image) -> Image.Image:
+            # rounded up: patches at the right and at the bottom may be cut off
             rows, columns = (-(-size // self.patch) for size in (image.height, image.width))
             is_black = (rng.random((rows, columns)) < self.share).repeat(self.patch, 0).repeat(self.patch, 1)
             pixels = np.array(image.convert("RGB"))
@@ -123,6 +125,7 @@ class NoText(View):
     type: str = "no_text"
 
     def change(self, prompt: Prompt) -> Prompt:
+        """Returns the prompt with only the image and video markers of its text."""
         import re
         from dataclasses import replace
 

@@ -18,6 +18,8 @@ class AuxiliaryModule(Generic[Network]):
     or sum their gradients (`descend`). Weights in bfloat16 have fp32 copies, since small updates would round to 0."""
 
     def __init__(self, module: Network, lr: float) -> None:
+        """lr: learning rate of Adam. The optimizer updates `weights`, fp32 copies of bfloat16 parameters, or the
+        parameters themselves."""
         self.module = module
         self.trained = [p for p in module.parameters() if p.requires_grad]
         self.has_master_weights = any(p.dtype == torch.bfloat16 for p in self.trained)
@@ -61,6 +63,7 @@ class AuxiliaryModule(Generic[Network]):
         return {**copy.deepcopy(states), "updates": self.updates}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Restores what `state` returned."""
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.has_master_weights:

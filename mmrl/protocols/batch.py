@@ -43,6 +43,8 @@ class Batch:
         memory: dict[str, Any] | None = None,
         modules: AuxiliaryModules | None = None,
     ) -> None:
+        """gather: returns the values of an object on all ranks, in rank order; by default there is one rank. rank: this
+        rank's number. seed: of the random numbers of this step."""
         self.rollouts, self.reward_names = rollouts, list(reward_names)
         self.reward_weights = torch.tensor(reward_weights)
         self.rollout_mask = torch.ones(len(rollouts), dtype=torch.bool)
@@ -120,6 +122,7 @@ class Batch:
     def generator(self, name: str = "") -> torch.Generator:
         """Returns a random generator for this rank. Its seed depends only on the run's seed, the step, the rank and
         `name`, so that each part that passes its own name has its own random numbers."""
+        # far apart, so that the seeds of different steps, ranks and names hardly ever coincide
         return torch.Generator().manual_seed(self._seed * 1_000_003 + self._rank + (zlib.crc32(name.encode()) << 20))
 
     def report(self, numbers: dict[str, float]) -> None:

@@ -16,7 +16,8 @@ AXES = {0: "a single number", 1: "by rollout", 2: "by decision"}
 
 @contextmanager
 def noting_columns(key: str, micro: Record, replay: Replay) -> Iterator[None]:
-    """Adds to an exception about a missing column the key of the part that read it, and the columns that there are."""
+    """Returns a context that adds a note to an exception of a part that read a column which does not exist: the part's
+    configuration key, and the columns that `micro` and `replay` have."""
     try:
         yield
     except (AttributeError, TypeError, KeyError) as error:

@@ -46,6 +46,7 @@ class WholeVocabulary(TeacherChoices):
         return self.values[0, 0]
 
     def select(self, index: Tensor) -> Self:
+        """Returns the record of some rollouts. index: their row numbers [n], or a bool mask [rollout]."""
         rows = index.nonzero().flatten() if index.dtype == torch.bool else index
         values = self.ids.expand(len(rows), self.values.shape[1], -1)
         return replace(self, values=values, logp=None if self.logp is None else self.logp[rows])

@@ -157,6 +157,7 @@ def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
     for key, needs in parts:
         missing = needs.required - offered.offers
         if missing:
+            # of several missing ones: abilities first, then by description, so that the message is always the same
             named = min(missing, key=lambda offer: (isinstance(offer, str), describe_offer(offer)))
             raise SettingsError(
                 f"{key} needs {describe_offer(named)}, which {offered.source} does not have; change one of them"

@@ -101,7 +101,7 @@ class EpisodeTail(ABC):
         """Returns the transition of the first `actions` actions, or of all if there are fewer. gamma: discount per
         action; simulator_reward: weight of the simulator's rewards. The outcome is added to the reward of the last
         step."""
-        before = self.rewards.elapsed
+        before = self.rewards.elapsed  # [step], number of actions that were executed before each step
         steps = int((before < actions).sum())
         last = steps == len(before)
         discounts = gamma ** before[:steps].astype(np.float64)

@@ -218,10 +218,10 @@ class RewardSet:
         return stateful
 
     def use_resize(self, resize: Mapping[str, int] | None) -> None:
-        """Tells rewards with coordinates 'resized' how the model's image processor resizes images.
+        """Sets the option `resize` of rewards with coordinates 'resized' to the numbers of the model's image processor.
 
-        resize: factor, min_pixels and max_pixels; None if it resizes images in another way. Raises UserError if a
-        reward sets other numbers, or needs them and there are none.
+        resize: factor, min_pixels and max_pixels; None if the processor does not resize images as Qwen2-VL's does.
+        Raises UserError if a reward's own `resize` differs, or if it has none and `resize` is None.
         """
         specs = [_with_resize(spec, resize) for spec in self.specs]
         self.components = tuple(
@@ -254,8 +254,8 @@ def _unscored_reason(sample: Sample) -> str:
 
 
 def _with_resize(spec: RewardSpec, resize: Mapping[str, int] | None) -> RewardSpec:
-    """Returns the settings of a reward with the image processor's numbers, if it uses coordinates 'resized'. Raises
-    UserError if its own numbers differ, and if there are none."""
+    """Returns the settings of a reward; if it uses coordinates 'resized', with `resize` among its options. resize: see
+    `RewardSet.use_resize`. Raises UserError if its own `resize` differs, or if it has none and `resize` is None."""
     if is_custom(spec.name) or "resized" not in (spec.options.get("coordinates"), spec.options.get("answers")):
         return spec
     configured = spec.options.get("resize")

@@ -102,6 +102,8 @@ class Majority:
         return "group"
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Returns for each sample of a group 1 if its answer is the most frequent one, else 0; if `graded`, the
+        answer's share of the group."""
         answers = [normalize_answer(extract_answer(full_response(sample))) for sample in samples]
         votes = Counter(answer for answer in answers if answer)
         max_votes = max(votes.values(), default=0)
@@ -223,7 +225,7 @@ def _call_score(arguments: object, gold: dict[str, Any]) -> float:
 
 
 def _normalize_strings(value: Any) -> Any:
-    """Returns a JSON value whose strings have one typography."""
+    """Returns a JSON value with `normalize_typography` applied to every string in it, except keys of dicts."""
     if isinstance(value, str):
         return normalize_typography(value)
     if isinstance(value, list):

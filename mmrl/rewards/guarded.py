@@ -65,8 +65,8 @@ class GuardedReward:
         return [*self._score_batch(score, samples[:half]), *self._score_batch(score, samples[half:])]
 
     def _attempt(self, function: Callable[[Argument], Value], argument: Argument) -> Value | Failure:
-        """Returns the function's value, or a Failure if it raises, takes too long, or is skipped like the rest of its
-        batch."""
+        """Returns function(argument); a Failure if that raises or takes too long. If too many calls of this batch have
+        timed out, returns a Failure without a call."""
         if (failure := self.failures.skipped()) is not None:
             return failure
         try:
@@ -90,8 +90,8 @@ class TimedCalls:
         self._stuck: list[CallingThread] = []
 
     def __call__(self, function: Callable[[Argument], Value], argument: Argument, deadline_s: float) -> Value:
-        """Returns or raises what the function does. Raises TimeLimit when it takes too long, and UserError if too many
-        of such calls still run."""
+        """Returns function(argument), or raises its exception. Raises TimeLimit after `deadline_s` seconds, and
+        UserError if more than MAX_STUCK abandoned calls still run."""
         self._thread = self._thread or CallingThread()
         try:
             return self._thread.call(function, argument, deadline_s)
@@ -122,7 +122,7 @@ class CallingThread:
         self._thread.start()
 
     def call(self, function: Callable[[Argument], Value], argument: Argument, limit_s: float) -> Value:
-        """Returns or raises what the function does; anything but an Exception, such as SystemExit, is raised as a
+        """Returns function(argument), or raises its exception; a BaseException, such as SystemExit, is raised as a
         RuntimeError. Raises TimeLimit after `limit_s` seconds; then only `leave` may follow."""
         self._calls.put((function, argument))
         try:
@@ -174,9 +174,9 @@ _PROCESS = [os.getpid()]  # id of this process; in a fork, the parent's id until
 
 
 def _watch_parent() -> None:
-    """Ends a process that a user's code has forked, within FORK_POLL_S seconds of the end of its parent. Otherwise it
-    would outlive the run, with all of its memory."""
-    # Not os.getppid(): if the parent has ended by now, that is another process.
+    """Runs in every forked process. If a user's code has forked it, starts a thread that ends it within FORK_POLL_S
+    seconds of the end of its parent. Otherwise it would outlive the run, with all of its memory."""
+    # The parent's id from before the fork: if the parent has ended by now, os.getppid() is the id of another process.
     parent, _PROCESS[0] = _PROCESS[0], os.getpid()
     if threading.get_ident() in _SERVING:
         threading.Thread(target=_exit_after_parent, args=(parent,), daemon=True).start()

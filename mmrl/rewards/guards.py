@@ -125,6 +125,7 @@ class GuardReward:
         self.of = of
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Returns the measure of each sample's image or video; None if it has NaN or inf."""
         scores: list[Score] = []
         for sample in samples:  # one by one: sizes may differ
             images = image_of(sample)[None] if sample.frames is None else video_of(sample)  # [image, ...]

@@ -78,7 +78,8 @@ def _with_delimiters(text: str) -> str:
 
 
 def _differ_below_one(gold: list, response: list, precision: int) -> bool:
-    """Returns whether both sides are numbers below 1 that became equal only by rounding to `precision` places."""
+    """Returns whether the gold answer and the response are numbers below 1 that are equal only because they were
+    rounded to `precision` decimal places. gold, response: the parsed readings of each."""
     pairs = [(_number(a), _number(b)) for a in gold for b in response]
     numbers = [(a, b) for a, b in pairs if a is not None and b is not None]
     small = [(a, b) for a, b in numbers if max(abs(a), abs(b)) < 1]
@@ -91,7 +92,7 @@ def _differ(a: Any, b: Any, precision: int) -> bool:
 
 
 def _number(expression: Any) -> Any:
-    """Returns a finite real number as sympy's, with 30 digits; None for any other expression."""
+    """Returns the value of a sympy expression with 30 digits; None unless it is a finite real number."""
     from sympy import Expr
 
     if not isinstance(expression, Expr) or not expression.is_number:

@@ -46,6 +46,7 @@ def with_norm(combined: Tensor, conditional: Tensor, patch: int) -> Tensor:
         return v.unflatten(-1, (-1, patch)).unflatten(-3, (-1, patch))
 
     def norms(v: Tensor) -> Tensor:
+        """Returns the norm of each square over its channels and latents, in the shape of `squares` with 1 for these."""
         return squares(v).square().sum((1, 3, 5), keepdim=True).sqrt()
 
     tiny = torch.finfo(combined.dtype).tiny

@@ -69,6 +69,7 @@ def chain_likelihood(
         x_next = x_next.where(element_mask.expand(shape).flatten(0, 1), expected)
     scored = step._replace(std=torch.full_like(step.std, HALF**0.5)) if unscaled else step
     compared = compare_steps(x, flat_v, old_v, scored, x_next, reduction=reduction)
+    # an unscaled step is scored as a Gaussian of variance 1/2, whose constant, log(pi) / 2 an element, is added back
     constant = math.log(math.pi) / 2 * (1 if reduction == "mean" else x[0].numel()) if unscaled else 0.0
     divergence = step_kl(flat_v, old_v, step, reduction=reduction) if unscaled else compared.kl
     score = Score(

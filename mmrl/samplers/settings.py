@@ -223,6 +223,8 @@ class Sliding(Window):
         return self.size
 
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
+        """Returns the window's start in training step `iteration`, if it stays at each start for as many training steps
+        as the equation says, and then begins again at 0."""
         starts = range(0, usable - self.size + 1, self.stride)
         durations = [max(1, round(self.every * math.exp(-self.decay * max(0, t - self.threshold)))) for t in starts]
         remaining = iteration % sum(durations)

@@ -70,6 +70,7 @@ class Staircase(Schedule):
         return min(self.values), max(self.values)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the next value if the metric has been at the bound or beyond it for `patience` steps in a row."""
         measured = measured_metric(self.metric, metrics)
         reached = measured >= self.bound if self.when == "above" else measured <= self.bound
         self._reached = self._reached + 1 if reached and math.isfinite(measured) else 0

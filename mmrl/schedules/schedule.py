@@ -66,7 +66,7 @@ class Schedule(Choice):
         low, high = self.extremes
         if low < ge or low <= gt:
             raise ValueError(f"must be {'above' if gt >= ge else 'at least'} {max(ge, gt):g} (got {low:g})")
-        if high > le or high >= lt < math.inf:
+        if high > le or high >= lt < math.inf:  # without a bound lt, `high` may be infinite
             raise ValueError(f"must be {'below' if lt <= le else 'at most'} {min(le, lt):g} (got {high:g})")
 
 
@@ -194,6 +194,7 @@ class Follower(Schedule):
         return min(self.low, self.start), max(self.high, self.start)
 
     def check(self, ge: float = -math.inf, gt: float = -math.inf, le: float = math.inf, lt: float = math.inf) -> None:
+        """Raises ValueError like `Schedule.check`, and names the option, low or high, that limits the value."""
         try:
             super().check(ge, gt, le, lt)
         except ValueError as error:
@@ -259,6 +260,8 @@ class Multiplier(Follower):
     _previous: float = PrivateAttr(0.0)  # violation of the last step
 
     def next_value(self, measured: float) -> float:
+        """Returns start + k_p e + k_i sum(e) + k_d x the increase of e, at least 0, for the violation e = metric -
+        target. The sum never falls below 0."""
         error = measured - self.target
         increase, self._previous = max(0.0, error - self._previous), error
         self._total = max(0.0, self._total + error)
@@ -301,6 +304,7 @@ class Band(Schedule):
         return self.start, self.most
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Multiplies the value by `factor` if the metric is outside low..high, else divides it, within start..most."""
         measured = measured_metric(self.metric, metrics)
         if math.isfinite(measured):
             if self.low <= measured <= self.high:

@@ -27,6 +27,7 @@ class Quantile(Baseline):
     q: float = option(0.5, "fraction of the group below it; 0.5 is the median", ge=0, le=1)
 
     def compute(self, rewards: Tensor, batch: Batch, combine: CombineRewards) -> Tensor:
+        """Returns the `q` quantile of the known rewards in each rollout's group, [rollout of all ranks]."""
         import torch
 
         group, quantiles = batch.column("group"), torch.full_like(rewards, torch.nan)

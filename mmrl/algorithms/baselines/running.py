@@ -40,6 +40,8 @@ class Running(Baseline):
     keep_most: float = option(1.0, "largest factor rho of old weights, for prompts sampled recently", ge=0, le=1)
 
     def compute(self, rewards: Tensor, batch: Batch, combine: CombineRewards) -> Tensor:
+        """Returns the average reward of each rollout's prompt in earlier steps, [rollout of all ranks], and adds this
+        step's rewards to the averages."""
         import torch
 
         # saved in checkpoints; "prompts" maps an id to its (weighted sum of rewards, weight, last step)

@@ -35,6 +35,8 @@ class Contrast(GroupedAlgorithm):
         return Needs(offers=frozenset({"contrast"}), old=True)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes DiffusionNFT's objective from the errors of the two implicit policies, and statistics, [rollout,
+        decision]."""
         from mmrl.core.contrast import contrast, implicit_errors
         from mmrl.rollouts import MATCHING
 

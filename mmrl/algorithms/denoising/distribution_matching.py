@@ -72,6 +72,7 @@ class DistributionMatching(RewardedAlgorithm):
         for g in group[in_loss].unique():
             rows = ((group == g) & in_loss).nonzero().flatten()
             weight = (rewards[rows] + log_ratio[rows]).softmax(0)
+            # effective sample size of the weights, as a share of the group
             effective_sizes.append(float(1 / (weight.square().sum() * len(rows))))
             if self.weight_baseline == "mean":
                 weight = weight - weight.mean()
@@ -92,6 +93,8 @@ class DistributionMatching(RewardedAlgorithm):
         return super().denominators(micro) | {"groups": torch.tensor(len(_group_rows(micro)))}
 
     def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes this micro-batch's part of the loss, 0-d: minus the weighted log-likelihoods of its rollouts,
+        divided by the number of groups. The statistic is the weight minus its baseline, [rollout, decision]."""
         import torch
 
         assert micro.advantages is not None and micro.old_logp is not None

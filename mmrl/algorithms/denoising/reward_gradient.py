@@ -48,6 +48,8 @@ class RewardGradient(Algorithm):
         return torch.ones(len(batch.rollouts))
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes minus the weighted reward of each image, with a gradient through the image, and the reward itself;
+        [rollout, 1]."""
         from mmrl.rollouts import IMAGES
 
         reward = differentiable(self.reward.model_dump_json())

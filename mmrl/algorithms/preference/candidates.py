@@ -54,8 +54,10 @@ class CandidatePreference(StepwisePreference):
         return signs
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
+        """Returns the divisors of the loss, with "pairs", the number of this micro-batch's pairs of candidates."""
         import torch
 
+        # without GroupLoss's number of groups, since this loss is a mean over pairs
         return super(GroupLoss, self).denominators(micro) | {"pairs": torch.tensor(len(step_pairs(micro)[0]))}
 
     def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:

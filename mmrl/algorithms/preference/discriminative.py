@@ -44,6 +44,8 @@ class Discriminative(GroupLoss):
         return super().base_needs | Needs(old=self.score == "ratio")
 
     def advantages(self, batch: Batch) -> Tensor:
+        """Returns 1 for right rollouts, those with a reward above `threshold`, -1 for wrong ones, 0 where the reward is
+        unknown; [rollout]."""
         import torch
 
         rewards = batch.combined_rewards()
@@ -51,6 +53,8 @@ class Discriminative(GroupLoss):
         return batch.local(labels.masked_fill(rewards.isnan(), 0.0))
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
+        """Returns the divisors of the loss; with divisor="prompts", "groups" counts all groups that have a known
+        reward, not only those with right and wrong rollouts."""
         import torch
 
         totals = super().denominators(micro)
@@ -63,6 +67,11 @@ class Discriminative(GroupLoss):
     def group_loss(
         self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes the score of the wrong rollouts of a group minus that of its right ones, 0-d. A rollout's score is
+        the mean over its decisions of logp, or of the ratio to the old policy.
+
+        chosen, rejected: the rows in `micro` of right and wrong rollouts.
+        """
         import math
 
         from mmrl.rollouts import log_ratio

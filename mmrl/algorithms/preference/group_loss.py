@@ -124,6 +124,8 @@ class Preference(GroupLoss):
     def group_loss(
         self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes DPO's loss of the best and the worst rollout, -log sigmoid(margin), 0-d, and statistics. chosen,
+        rejected: [1], their rows in `micro`."""
         import torch.nn.functional as F
 
         margin = self._implicit_reward(chosen[0], micro, replay) - self._implicit_reward(rejected[0], micro, replay)
@@ -158,6 +160,8 @@ class MixedPreference(Preference):
     def group_loss(
         self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes the weighted sum of the pair's DPO loss, the BCO losses of each response alone, and the negative
+        log-likelihood per decision of the chosen response; 0-d. softplus(-x) is -log sigmoid(x)."""
         import torch.nn.functional as F
 
         pair_loss, stats = super().group_loss(chosen, rejected, micro, replay)

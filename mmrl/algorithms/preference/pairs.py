@@ -67,6 +67,8 @@ class StepwisePreference(Preference):
     def group_loss(
         self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes the mean over decisions of -log sigmoid(margin), 0-d, and statistics. The margin of a decision is
+        beta x the difference of the log-ratios of the chosen and the rejected rollout to the reference there."""
         import torch.nn.functional as F
 
         log_ratios = self._clamp(reference_log_ratios(micro, replay), replay)

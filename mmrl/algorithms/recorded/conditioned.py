@@ -50,8 +50,9 @@ class AdvantageConditioned(RecordedSteps):
         self._policy = policy
 
     def prepare_demonstrations(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Returns prompts with a label in their metadata, "" for none. Raises UserError like
-        `check_returns`."""
+        """Returns the prompts with metadata["label"]: the policy's label of good steps for the share `positive` whose
+        returns exceed the critic's values most, else that of bad steps, or "" where the label is dropped. Raises
+        UserError like `check_returns`."""
         import torch
 
         check_returns(f"algorithm.type={self.type}", prompts)

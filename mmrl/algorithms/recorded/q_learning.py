@@ -55,6 +55,7 @@ class ImplicitQLearning(Algorithm):
         report_agreement(batch, self.measurement, self.returns)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes -w(Q - V) logp and statistics, [rollout, decision]; the weight w has no gradient."""
         estimates = estimates_of(micro, self.measurement)
         advantages = estimates["advantage"].to(replay.logp)[:, None]
         weights = self.weights.of(advantages)

@@ -55,6 +55,8 @@ class RecordedSteps(Algorithm):
         return torch.ones(len(returns))
 
     def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+        """Adds the critic's loss to the policy's: the mean expectile error over the steps that the critic learns
+        from."""
         from mmrl.core.values import expectile_error
 
         loss, stats = super().objective(micro, replay, reduction)

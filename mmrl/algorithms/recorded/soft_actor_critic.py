@@ -72,10 +72,12 @@ class SoftActorCritic(Algorithm):
         return values + replay.logp.where(torch.zeros_like(replay.logp, dtype=torch.bool), 0), stats
 
     def reduction(self, micro: Rollouts, totals: dict[str, Tensor], length: int, device: torch.device) -> Reduction:
+        """Returns the reduction over decisions of recorded steps only."""
         reduction = super().reduction(micro, totals, length, device)
         return Reduction(reduction.mode, recorded_decisions(micro).to(device), totals, length, reduction.segments)
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
+        """Returns the divisor of the loss, counted over the decisions of recorded steps only."""
         from mmrl.core.reduce import denominator
 
         return {

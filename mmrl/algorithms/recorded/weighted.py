@@ -29,6 +29,7 @@ class AdvantageWeighted(RecordedSteps):
     weights: AdvantageWeights = option(AdvantageWeights(), "weight of a step by its advantage")
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes -w(R - V) logp and statistics, [rollout, decision]; the weight w has no gradient."""
         difference = self.difference(micro, replay).detach()
         weights = self.weights.of(difference)
         stats = {"weight": weights.expand(replay.logp.shape), "advantage": difference.expand(replay.logp.shape)}

@@ -24,6 +24,8 @@ class BestOnly(Transform):
     divide: bool = option(True, "divide by the standard deviation of the group")
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Returns the lead of the best reward over the second best for the best rollout of each group, 0 for its other
+        rollouts, NaN where the reward is unknown; [rollout of all ranks]."""
         advantages = rewards.clone()
         for rows in group_rows(rewards, batch.column("group")):
             advantages[rows] = 0.0
@@ -54,6 +56,8 @@ class PassAtK(Transform):
     leave_one_out: bool = option(True, "subtract the best reward of the subset without the rollout, for less variance")
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Returns advantages with the gradient of the expected best of k rewards, 0 in groups of fewer than k, NaN
+        where the reward is unknown; [rollout of all ranks]."""
         from mmrl.core.ranking import best_of_subsets
 
         advantages = rewards.clone()
@@ -62,6 +66,7 @@ class PassAtK(Transform):
                 advantages[rows] = 0.0
                 continue
             best = best_of_subsets(rewards[rows], self.k)
+            # k: n / C(n, k) times the number of subsets with a rollout, C(n - 1, k - 1); `best` has means over these
             advantages[rows] = self.k * (best.holding - best.without if self.leave_one_out else best.holding)
         return advantages
 
@@ -82,6 +87,8 @@ class PassAtKAnalytic(Transform):
     k: int = option(description="size of the subsets", ge=1)
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Returns for each rollout the mean best reward of the subsets of k that contain it, normalized over all
+        subsets of its group; 0 in groups of fewer than k; [rollout of all ranks]."""
         from mmrl.core.ranking import best_of_subsets
 
         advantages = rewards.clone()

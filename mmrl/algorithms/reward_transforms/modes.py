@@ -34,6 +34,8 @@ class Modes(Transform):
         return Needs(offers=frozenset({"text"}))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Returns the rewards, [rollout of all ranks], with a bonus for right answers, the larger the fewer right
+        answers of the group are similar."""
         from mmrl.core.distances import ngram_similarity
 
         changed, responses = rewards.clone(), batch.responses()

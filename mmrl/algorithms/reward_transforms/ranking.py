@@ -85,6 +85,7 @@ class Rank(Transform):
         return needs_column(self.by)
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Returns the score of each reward among those with the same value of `by`, [rollout of all ranks]."""
         scores = rewards.clone()
         for rows in group_rows(rewards, batch.column(self.by)):
             scores[rows] = self.score.scores(rewards[rows])

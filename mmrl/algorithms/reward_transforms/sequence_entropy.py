@@ -33,6 +33,8 @@ class SequenceEntropy(Transform):
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Returns beta_1 r, for right rollouts plus beta_2 times a share by their mean entropy, for wrong ones minus
+        beta_2 times a share by its reciprocal; [rollout of all ranks]. Shares of a group have the mean 1."""
         changed, entropy = rewards.clone(), batch.column("entropy").clamp(min=1e-6)
         for selected, sign, raw_weight in (
             (rewards > self.threshold, 1.0, entropy),

@@ -42,6 +42,8 @@ class ViewAgreement(Transform):
         return Needs(offers=frozenset({"text"}), measurements=(ViewAnswers(self.view),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Returns the rewards plus bonus x min(n, m) / n, where n and m count the rollout's answer among those of its
+        group and among the answers to the view; [rollout of all ranks]."""
         import torch
 
         view_responses = batch.gather_list(batch.measured(ViewAnswers(self.view)).responses)
@@ -51,6 +53,7 @@ class ViewAgreement(Transform):
         group, matched = batch.column("group"), torch.zeros_like(rewards)
         for g in group.unique():
             rows = (group == g).nonzero().flatten().tolist()
+            # every row of the group holds the same answers to the view
             counts, view_counts = Counter(answers[row] for row in rows), Counter(view_answers[rows[0]])
             for row in rows:
                 answer = answers[row]

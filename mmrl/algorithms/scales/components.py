@@ -79,6 +79,8 @@ class NormaliseEach(Components):
         return varied_components(rewards, group, weights)
 
     def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        """Returns the weighted sum of the advantages of each component, whitened over the batch, [rollout of all
+        ranks]; 0 where a reward is unknown, and where all components are equal within the group."""
         import torch
 
         from mmrl.core.advantages import combined_reward, whiten

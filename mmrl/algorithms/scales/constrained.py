@@ -33,6 +33,8 @@ class Constrained(Components):
                 raise ValueError(f"algorithm.components.prices: {name} is not a reward; choose from {', '.join(names)}")
 
     def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        """Returns the advantage of the reward minus price x the advantage of each cost, over 1 + the sum of prices;
+        [rollout of all ranks]."""
         prices = {name: price.value for name, price in self.prices.items()}
         advantages = estimate(self.total(rewards, weights, names))
         for name, price in prices.items():

@@ -34,6 +34,8 @@ class Projected(Components):
             )
 
     def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
+        """Returns the main advantage plus weight x the part of the auxiliary advantage that is orthogonal to it over
+        the batch; [rollout of all ranks]."""
         main = estimate(self.total(rewards, weights, names))
         auxiliary = estimate(rewards[:, names.index(self.auxiliary)])
         projection = (auxiliary * main).sum() / main.square().sum().clamp(min=1e-12)

@@ -65,6 +65,8 @@ class ByPart(Surrogate):
         self.image.prepare(batch)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes the values of text tokens by the surrogate `text`, and those of image tokens or steps by `image`.
+        Statistics are NaN outside their part; all [rollout, decision]."""
         import torch
 
         from mmrl.rollouts import IMAGE, TEXT, part_mask

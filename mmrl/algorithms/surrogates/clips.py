@@ -40,6 +40,8 @@ class Geometric(Surrogate):
     high: Schedule = number(0.4, "largest log-ratio is high", ge=0)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes -A times the geometric mean of a rollout's ratios, each clipped in log space, and statistics;
+        [rollout, decision]."""
         import torch
 
         from mmrl.core.ratios import aggregate_log_ratio
@@ -65,6 +67,7 @@ class LogClip(Clipped):
     low: Schedule = number(0.2, "l gains nothing below log(1 - low)", ge=0, lt=1)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes PPO's objective with log-ratios and their bounds in place of ratios; [rollout, decision]."""
         import torch
 
         bounded = log_ratio.clamp(math.log(1 - self.low.value), math.log1p(self.high.value))
@@ -98,6 +101,8 @@ class SqrtClip(Surrogate):
         return Needs(offers=frozenset({"tokens"}))
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes PPO's objective with bounds 1 - sqrt(low / p_old) and 1 + sqrt(high / p_old), which `least` and
+        `most` limit, and with a loss of at most cap |A| for negative advantages; [rollout, decision]."""
         import torch
 
         from mmrl.rollouts import old_logp
@@ -142,6 +147,8 @@ class BoundaryChance(Clipped):
         batch.rollouts.extras[self.key] = DecisionColumn(torch.rand(mask.shape, generator=batch.generator(self.type)))
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes PPO's clipped objective, but -r A for the randomly drawn decisions within `band` beyond the bound
+        that the clip would deprive of their gradient; [rollout, decision]."""
         from mmrl.core.surrogates import surrogate
         from mmrl.rollouts import DecisionColumn
 

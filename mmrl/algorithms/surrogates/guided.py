@@ -33,6 +33,8 @@ class Guided(Clipped):
         return Needs(offers=frozenset({"tokens"}))
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes PPO's clipped objective for the policy's own rollouts, and -A p / (p + gamma) for demonstrations, p
+        the probability of the token; [rollout, decision]."""
         import torch
 
         from mmrl.core.surrogates import surrogate

@@ -34,6 +34,8 @@ class SelfNormalised(Clipped):
         return Needs(whole_groups=True)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes -w A logp, where w is the clamped ratio, without gradient, divided by its mean over the decisions of
+        the group; [rollout, decision]."""
         ratio = log_ratio.detach().exp()
         weight = ratio.clamp(1 - self.low.value, 1 + self.high.value)
         mask = micro.mask.to(weight.device)

@@ -207,6 +207,8 @@ class DivergenceMask(Surrogate):
     )
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes -r A, or 0 where the divergence from the old policy is above `bound` and the step would raise it,
+        and statistics; [rollout, decision]. Without an exact divergence it is estimated from the sampled token."""
         from mmrl.core.regularizers import token_divergence
         from mmrl.core.surrogates import surrogate
         from mmrl.rollouts import old_logp

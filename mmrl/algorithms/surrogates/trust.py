@@ -32,6 +32,7 @@ class RatioVariance(Surrogate):
     price: Schedule = number(1.0, "weight of the variance in the loss", ge=0)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes -r A + price (r - 1)^2 and statistics, [rollout, decision]."""
         ratio = log_ratio.exp()
         variance = (ratio - 1).square()
         values = -ratio * advantages + self.price.value * variance
@@ -59,6 +60,8 @@ class QueryTrustRegion(Surrogate):
     most: float = option(100.0, "largest price", gt=0)
 
     def prepare(self, batch: Batch) -> None:
+        """Stores the price of each rollout, [rollout]: the Lagrange multiplier of its group, from the mean advantages
+        of the group's rollouts."""
         import torch
 
         from mmrl.core.duals import solve_trust_region_dual
@@ -77,6 +80,7 @@ class QueryTrustRegion(Surrogate):
         rollouts.extras[self.key] = Column(price)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes values whose gradient is -r (A - price log r) dlogp, and statistics; [rollout, decision]."""
         from mmrl.core.surrogates import policy_gradient_values
 
         price = _column(micro, self.key).to(log_ratio)[:, None]
@@ -108,6 +112,8 @@ class SequenceMask(Surrogate):
         return Needs(offers=frozenset({"single_sample_kl" if self.estimate == "k3" else "tokens"}))
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes -r A, or 0 for a rollout in which the divergence of a decision is above `bound`, and statistics;
+        [rollout, decision]."""
         from mmrl.core.regularizers import kl_estimate, token_divergence
         from mmrl.rollouts import old_logp
 
@@ -151,6 +157,8 @@ class GroupExpectation(Clipped):
         return Needs(offers=frozenset({"single_sample_kl"}), statistics=frozenset({"logp"}))
 
     def prepare(self, batch: Batch) -> None:
+        """Stores what is added to a rollout's log-ratio, [rollout], so that its denominator is the group's expected
+        probability sum_j (q_j / sum_k q_k) q_j instead of its own q, the mean probability under the old policy."""
         import torch
 
         from mmrl.rollouts import Column
@@ -168,6 +176,8 @@ class GroupExpectation(Clipped):
         rollouts.extras[self.key] = Column(correction)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes PPO's clipped objective of the weights p_i / E_group[q], with a mean log-ratio for each rollout;
+        [rollout, decision]."""
         from mmrl.core.ratios import BOUND, aggregate_log_ratio
         from mmrl.core.surrogates import surrogate
 

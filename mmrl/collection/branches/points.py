@@ -57,9 +57,11 @@ class UncertainTokens(BranchPoints):
     apart: int = option(1, "smallest distance of two branch points of a response", unit="tokens", ge=1)
 
     def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
+        """Returns the points before all decisions but the first of each rollout, in falling order of the decision's
+        entropy. A point less than `apart` decisions from a former one of its rollout is left out."""
         selected: list[Point] = []
         by_rollout = masked_values(members, entropy)
-        candidates = [
+        candidates = [  # sorted by -entropy, the largest entropy comes first
             (-float(h), row, t) for row, values in enumerate(by_rollout) for t, h in enumerate(values) if t > 0
         ]
         for _, row, t in sorted(candidates):
@@ -88,6 +90,8 @@ class SegmentEnds(BranchPoints):
         return Needs() if self.by == "chance" else super().needs
 
     def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
+        """Returns the ends of all segments but the last of each rollout, in random order, or in falling order of the
+        mean entropy of the next segment."""
         by_rollout = masked_values(members, entropy)
         points = [
             (row, cut) for row, values in enumerate(by_rollout) for cut in range(self.every, len(values), self.every)
@@ -126,6 +130,8 @@ class ToolAnswers(BranchPoints):
         return super().needs | Needs(offers=frozenset({"turns"}))
 
     def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
+        """Returns the beginnings of turns after a tool's answer, earlier turns first. A turn is used if a random number
+        minus the weighted rise in entropy since the first turn is at most `threshold`."""
         from mmrl.rollouts import Turns
 
         number, points = members.extra("turns", Turns).number, []

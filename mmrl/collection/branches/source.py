@@ -121,6 +121,7 @@ class Branches(ExtraSource):
             rows = (members.group == group).nonzero().flatten()
             group_members, rng = members.select(rows), random.Random(f"{seed} {group} {len(rows)}")
             ranked = self.at.rank_points(group_members, entropy[rows], rng)
+            # -(-a // b) is a / b rounded up: the points that `num_branches` branches need, `width` at each
             selected = take_unused(group_members, ranked, used, -(-num_branches // self.width))
             branches = [(member, length, i) for member, length in selected for i in range(self.width)][:num_branches]
             # Whole new responses. Their numbers were not used in earlier rounds, in which the group had fewer members.

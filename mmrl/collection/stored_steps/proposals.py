@@ -51,6 +51,7 @@ class ActionProposals(StoredSteps):
             return masked_copies(fresh, len(positions) * self.group_size)
         prompts = [prompt for prompt in stored for _ in range(self.group_size)]
         groups = positions.repeat_interleave(self.group_size)
+        # the number of a chunk among all of the run
         seeds = range(int(positions[0]) * self.group_size, (int(positions[-1]) + 1) * self.group_size)
         proposed: Rollouts = self._context.policy.off_policy.propose(prompts, list(seeds), groups.tolist())
         proposed.group = FIRST_GROUP - groups

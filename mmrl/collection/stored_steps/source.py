@@ -52,6 +52,7 @@ class StoredSteps(ExtraSource):
         return self.steps
 
     def start(self, context: SourceContext) -> None:
+        """Opens this rank's ring of stored steps in the run's folder."""
         from mmrl.collection.stored_steps.ring import StepRing
 
         self._context, self._drawn = context, 0

@@ -31,8 +31,10 @@ def detect_signature(function: Callable[..., Any]) -> Signature | None:
 
 
 def adapt(name: str, target: Callable[..., Any], signature: Signature, options: dict[str, Any]) -> Any:
-    """Wraps a function of another library as a reward. target: the function, or a class that is called with `options`
-    and makes one.
+    """Returns a reward that calls a function written for another library.
+
+    name: the reward's name, for messages. target: the function, which also gets `options` as keyword arguments; or a
+    class, built with `options`, whose objects are such functions.
 
     Raises ValueError for options that the function does not have, and if it does not have this signature.
     """
@@ -60,6 +62,7 @@ def adapt(name: str, target: Callable[..., Any], signature: Signature, options: 
     if signature == "easyr1":
         return EasyR1Reward(function, at_once=INPUT not in parameters)
     named = {key: parameter for key, parameter in parameters.items() if parameter.kind in _NAMED}
+    # the other parameters are columns of the rows; True: required, since there is no default
     columns = {key: p.default is p.empty for key, p in named.items() if key not in (*TRL_ARGUMENTS, *options)}
     return TrlReward(function, columns, has_kwargs, "prompts" in parameters or has_kwargs, signature == "trl")
 
@@ -91,6 +94,9 @@ class TrlReward(BatchReward):
     def __init__(
         self, function: Callable[..., Any], columns: Mapping[str, bool], takes_all: bool, prompts: bool, messages: bool
     ):
+        """function: the reward function of TRL. columns: its other parameters, True where one is required. takes_all:
+        it gets every column. prompts: it gets `prompts`. messages: completions and prompts are lists of messages, not
+        strings."""
         self._function, self._columns, self._takes_all = function, columns, takes_all
         self._prompts, self._messages = prompts, messages
 
@@ -124,6 +130,7 @@ class VerlReward:
         self._function, self._arguments = function, arguments
 
     def __call__(self, sample: Sample) -> Score:
+        """Calls the function with those of verl's arguments that it takes, and returns its score."""
         columns = sample.prompt.metadata
         values = {
             "data_source": columns.get("data_source"),
@@ -144,6 +151,8 @@ class EasyR1Reward(BatchReward):
         self._function, self._at_once = function, at_once
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        """Returns the key "overall" of each mapping that the function returns. Raises UserError if it returns no
+        list."""
         inputs = [
             {
                 "response": sample.response,

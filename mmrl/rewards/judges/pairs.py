@@ -48,7 +48,8 @@ class EditJudge(VlmJudge):
 
 
 def prompt_image(sample: Sample, role: str) -> Image.Image:
-    """Returns the prompt's first image. role: what the message says that it is. Raises UserError if there is none."""
+    """Returns the prompt's first image. Raises UserError if there is none. role: the purpose of the image, for the
+    message."""
     if not sample.prompt.images:
         raise UserError(f"prompt {sample.prompt.id!r} has no image; add {role} to its row")
     return sample.prompt.images[0]

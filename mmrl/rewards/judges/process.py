@@ -58,8 +58,8 @@ def steps(text: str, ending: re.Pattern[str]) -> list[tuple[int, int]]:
 
 
 def _scorer(name: str, options: dict[str, Any]) -> StepScorer:
-    """Returns the function that scores steps: the one named, or an object of the class named. Raises ValueError for
-    anything else."""
+    """Returns the function that scores steps. name: module:function, called with `options` as further arguments; or
+    module:Class, whose object Class(**options) is returned. Raises ValueError for anything else."""
     target = load_object(name)
     if not callable(target):
         raise ValueError(f"scorer {name!r} is neither a function nor a class")

@@ -46,6 +46,7 @@ class SoftTifa(JudgeReward):
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[Score]:
+        """Returns for each sample the mean probability that the judge gives to the right answers of its questions."""
         by_answer: dict[str, list[tuple[int, JudgeQuestion]]] = {}  # a judge is asked for one pair of words at a time
         for row, sample in enumerate(samples):
             image = as_pil(image_of(sample))
@@ -55,6 +56,7 @@ class SoftTifa(JudgeReward):
         probabilities: list[list[float]] = [[] for _ in samples]
         for answer, questions in by_answer.items():
             words = (answer, DIGITS.get(answer, answer))
+            # pairs: the probabilities of "two" and "2"; if the answer is not a number, both words are the answer
             pairs = self.judge.ask([question for _, question in questions], words)
             for (row, _), (word, digit) in zip(questions, pairs, strict=True):
                 probabilities[row].append(min(1.0, word + digit) if words[0] != words[1] else word)
@@ -72,6 +74,7 @@ class SoftTifa(JudgeReward):
         return [(str(question), str(answer).strip().lower()) for question, answer in rows]
 
     def _reduce(self, values: list[float]) -> float:
+        """Returns the mean of an image's probabilities; the geometric mean is 0 if one of them is 0."""
         if self.mean == "arithmetic":
             return sum(values) / len(values)
         return math.exp(sum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0

@@ -59,6 +59,8 @@ class TextJudge(TwoWordJudgeReward):
         self.images, self.frames = self.sees_images if images is None else images, frames
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Returns for each sample the weighted mean of P(yes) / (P(yes) + P(no)) over its criteria, with one question
+        to the judge for each. All questions go to the judge in one call."""
         questions: list[JudgeQuestion] = []
         sample_questions: list[list[tuple[int, float]]] = []  # for each sample: indices and weights of its questions
         for sample in samples:
@@ -141,6 +143,8 @@ class RubricJudge(TextJudge):
             raise ValueError("question must contain {criterion}, which each criterion replaces")
 
     def criteria(self, sample: Sample) -> list[tuple[str, float]]:
+        """Returns the criteria of a sample with their weights: the fixed ones, or those in the prompt's metadata.
+        Raises UserError if the metadata has none."""
         if self.fixed_criteria is not None:
             return self.fixed_criteria
         criteria = sample.prompt.metadata.get(self.criteria_key or "")

@@ -311,6 +311,8 @@ class VlmJudge(TwoWordJudgeReward):
         return self._question(sample, as_pil(image_of(sample)))
 
     def _score(self, samples: list[Sample]) -> list[Score]:
+        """Returns P(yes) / (P(yes) + P(no)) for each sample, or P(yes) if `normalise` is False; None if the judge gives
+        neither word any probability."""
         questions = [self._build_question(sample) for sample in samples]
         result: list[Score] = []
         for yes, no in self.judge.ask(questions, self.answers):
@@ -353,6 +355,8 @@ class VlmPreference(TwoWordJudgeReward):
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[Score]:
+        """Returns for each image of a group the mean of its comparisons with the others: 1 for a win, 0.5 for a tie, 0
+        for a loss; None without comparisons."""
         images = [as_pil(image_of(sample)) for sample in samples]
         pairs = [order for pair in combinations(range(len(samples)), 2) for order in self._orders(samples[0], pair)]
         questions = [self._question(samples[i], images[i], images[j]) for i, j in pairs]

@@ -53,6 +53,7 @@ class DeQA:
 
     @torch.no_grad()
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns the quality of each sample's image, 1 to 5, computed for BATCH_SIZE images at once."""
         images = [as_pil(image_of(sample)) for sample in samples]
         scores: list[float] = []
         for first in range(0, len(images), BATCH_SIZE):

@@ -109,7 +109,8 @@ def _needs_no_environment(name: str, entry: CatalogueEntry) -> str:
 
 
 def _usage(entry: CatalogueEntry, environment: Path | None) -> list[str]:
-    """Returns lines about the weights, the server to start, and the recipe."""
+    """Returns lines about the weights, the server to start, and the recipe. environment: the folder of the reward's own
+    environment; None if it runs in the trainer's."""
     lines = [f"weights, not installed: {_describe_weights(file)}" for file in entry.weights]
     python = None if environment is None else shlex.quote(str(interpreter(environment)))
     if entry.serve:

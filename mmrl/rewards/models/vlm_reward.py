@@ -81,6 +81,7 @@ class VlmReward:
         return scores
 
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns the score of each sample, the mean over heads."""
         values = [self._head_scores(name, samples) for name in self.instructions]
         mean: list[float] = torch.stack(values).mean(0).tolist()
         return mean
@@ -97,6 +98,7 @@ class VlmReward:
             if not bool((is_token.sum(1) == 1).all()):
                 raise UserError(f"the instruction must have the token {token} exactly once, and no prompt may have it")
             outputs = self.heads[name].to(device)(hidden[is_token].float())
+            # a head with one output for each token: output i; otherwise the first output
             value = outputs[:, i if outputs.shape[1] == len(self.tokens) > 1 else 0].cpu()
             mean, std = self.normal.get(token, (0.0, 1.0))
             scores += weight * (value - mean) / std
@@ -189,8 +191,9 @@ def _processor(path: str, tokens: Mapping[str, float], min_pixels: int | None, m
 
 
 def _model(path: str, state: Mapping[str, Tensor], vocabulary: int, dtype: str) -> Any:
-    """Loads the image-text model of a folder, with the trained weights in `state`, if there are any. vocabulary: its
-    number of tokens. Raises ValueError if weights are missing or do not fit."""
+    """Loads the image-text model of the folder `path`. Its weights are those in `state`, or, if `state` has only heads,
+    those of the folder. vocabulary: number of tokens with the reward tokens. Raises ValueError if weights are missing
+    or do not fit."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch_dtype: torch.dtype = vars(torch)[dtype]
@@ -206,13 +209,14 @@ def _model(path: str, state: Mapping[str, Tensor], vocabulary: int, dtype: str) 
         config = AutoConfig.from_pretrained(path)
         rows = next(value.shape[0] for name, value in trained.items() if name.endswith("embed_tokens.weight"))
         config.get_text_config().vocab_size = rows
+        # the model's own class, since its weights come from `state` and not from a folder
         model_class: Any = AutoModelForImageTextToText._model_mapping[type(config)]
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=trained, dtype=torch_dtype, output_loading_info=True
         )
     except (KeyError, OSError, RuntimeError, StopIteration) as error:
         raise ValueError(f"model {path!r}: {' '.join(str(error).split()):.200}") from None
-    missing = sorted(set(report["missing_keys"]) - {"lm_head.weight"})
+    missing = sorted(set(report["missing_keys"]) - {"lm_head.weight"})  # only hidden states are used
     wrong = [*missing, *sorted(report["unexpected_keys"]), *(str(key) for key in report["mismatched_keys"])]
     if wrong:
         raise ValueError(

@@ -39,6 +39,7 @@ class OptionLetterReader:
     """Reads which option letters a text names. letters: the allowed ones, such as "ABCD"."""
 
     def __init__(self, letters: str) -> None:
+        """letters: the allowed option letters, such as "ABCD"."""
         self.letters = letters.upper()
         either = f"{re.escape(self.letters)}{re.escape(self.letters.lower())}"
         self._alone = re.compile(rf"(?<![\w'])(\(?)([{either}])(?![\w+#-]|'\w)(\s++\w++|\s*+[).:,;])?")
@@ -109,6 +110,7 @@ def _is_english_word(letter: str, following: str) -> bool:
     word = following.strip().lower()
     if letter.upper() not in "AI" or not word[:1].isalnum():
         return False
+    # before a word that cannot follow the pronoun or the article, the letter is an option
     return (_NO_VERB if letter.upper() == "I" else _NO_NOUN).fullmatch(word) is None
 
 

@@ -62,10 +62,10 @@ class Quantity:
     unit: Unit | None = None
 
     def is_near(self, other: Quantity, rtol: float | None, atol: float | None) -> bool:
-        """Returns whether this is within atol + rtol |other| of `other`.
+        """Returns whether this quantity differs from `other` by at most atol + rtol |other|; a tolerance of None is 0.
 
-        Without both, whole numbers have to be equal, and others lie within a millionth of `other`. Two known units are
-        converted; they have to measure the same dimension.
+        If both tolerances are None, whole numbers have to be equal, and other numbers within a millionth of `other`.
+        Two known units are converted; they have to measure the same dimension.
         """
         value, target = self.value, other.value
         if self.unit is not None and other.unit is not None:
@@ -126,6 +126,7 @@ def _is_negative(text: str, start: int) -> bool:
         last_character = before_sign.rstrip(" \n\t" + CURRENCIES)[-1:]
         if not last_character or last_character in _BEFORE_MINUS:
             return True
+        # elsewhere a sign touches its number, and nothing that could be its left side: not in 5 - 3, 5-3 or a-3
         return before[-1] != " " and last_character not in "0123456789)%}]" and not before_sign[-1:].isalnum()
     return before[-1] == " " and trimmed.lower().endswith(("minus", "negative"))
 

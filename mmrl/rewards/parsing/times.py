@@ -52,18 +52,19 @@ def parse_times(text: str) -> list[float]:
     if _RUN_TOGETHER.search(text):
         text = _RUN_TOGETHER.sub(r"\1\2 ", text)
     for match in _TIME.finditer(text):
-        if match[3] is not None:
-            fraction = float(f"0.{match[4]}") if match[4] else 0.0
-            seconds = int(match[1] or 0) * 3600 + int(match[2]) * 60 + int(match[3]) + fraction
+        hours, minutes, whole_seconds, decimals, number, unit_name = match.groups()  # of a clock, or number and unit
+        if whole_seconds is not None:
+            fraction = float(f"0.{decimals}") if decimals else 0.0
+            seconds = int(hours or 0) * 3600 + int(minutes) * 60 + int(whole_seconds) + fraction
             times.append((seconds, 1.0, match.end()))
             continue
-        unit = _UNITS[match[6].lower()] if match[6] else None
-        value = float(match[5]) * (unit or 1.0)
+        unit = _UNITS[unit_name.lower()] if unit_name else None
+        value = float(number) * (unit or 1.0)
         if times and unit is not None and _continues(text, times[-1], unit, match.start()):
             times[-1] = (times[-1][0] + value, unit, match.end())
         else:
             times.append((value, unit, match.end()))
-    for i in range(len(times) - 1, 0, -1):
+    for i in range(len(times) - 1, 0, -1):  # from the end, since a unit may be for several numbers before it
         (value, unit, end), next_unit = times[i - 1], times[i][1]
         if unit is None and next_unit is not None:
             times[i - 1] = (value * next_unit, next_unit, end)

@@ -63,6 +63,7 @@ def normalize_text(text: str) -> str:
 
 def _format_fraction(digit: str, character: str, fraction: str) -> str:
     """Formats a fraction character after an optional whole digit: 2\xbd becomes 2 1/2."""
+    # NFKC of \xbd is 1, a fraction slash and 2; the character \u215f (1/) has no denominator
     numerator, _, denominator = unicodedata.normalize("NFKC", character).partition("\u2044")
     space = " " if digit and "/" in fraction else ""
     return f"{digit}{space}{fraction.format(numerator, denominator)}" if denominator else f"{digit}{numerator}/"
@@ -85,7 +86,7 @@ def _replacement(code: int) -> str:
         return _TABLE[code]
     if (digit := unicodedata.decimal(character, None)) is not None:
         return str(digit)
-    invisible = unicodedata.category(character) == "Cf" or 0xFE00 <= code <= 0xFE0F
+    invisible = unicodedata.category(character) == "Cf" or 0xFE00 <= code <= 0xFE0F  # variation selectors
     return "" if invisible else character
 
 

@@ -113,7 +113,7 @@ def _unit(text: str) -> Unit | None:
 
 
 def _factor(name: str) -> tuple[str, Fraction] | None:
-    """Returns the base unit and the size of a unit without a power; None if it is unknown."""
+    """Returns the base unit of a unit such as km, and how many base units it has; None if the unit is unknown."""
     if name in _OTHERS:
         return _OTHERS[name]
     for symbol, exponent in (("", 0), *_PREFIXES.items()):

@@ -51,7 +51,7 @@ def _is_article(words: list[str], i: int) -> bool:
         return False
     if words[i] == "the":
         return True
-    # "A B" and "A, B" are two option letters; a comma after an article is still there.
+    # "A B" are two option letters, and so are "A, B", where `_strip_marks` leaves "a,", which is no article.
     return len(words[i + 1]) > 1 and (
         words[i] == "an" or i == 0 or _BEFORE_AN_ARTICLE.fullmatch(words[i - 1]) is not None
     )
@@ -95,4 +95,5 @@ def _is_outer_mark(word: str, begin: int, end: int, is_list: bool) -> bool:
     if mark in _BRACKETS:
         return not is_list and word.find(_BRACKETS[mark], begin, begin + _MAX_WORD) < 0
     quoted = begin > 0 and word[begin - 1] == mark
+    # right after a digit, other marks change it, as in 5! and 5'
     return mark in _AFTER_A_DIGIT or quoted or end - 1 <= begin or not word[end - 2].isdigit()

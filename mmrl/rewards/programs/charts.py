@@ -62,7 +62,8 @@ class ChartCode(ProgramReward):
         return scores
 
     def _score(self, prompt: Prompt, answer: Mapping[str, Any]) -> float:
-        """Returns the score of a program, 0 to 1. answer: the executor's, with its chart."""
+        """Returns the score of a program, 0 to 1. answer: what the executor returned, the "image" and "elements" of its
+        chart."""
         image = to_image(answer.get("image"))
         if image is None:
             return 0.0

@@ -257,7 +257,7 @@ def _prepare_solids() -> None:
     """Imports trimesh before the first fork."""
     import trimesh
 
-    trimesh.creation.box()
+    trimesh.creation.box()  # a first mesh, so that what trimesh imports at its first use is imported, too
 
 
 _PREPARE: dict[str, Callable[[], None]] = {"charts": _prepare_charts, "solids": _prepare_solids}

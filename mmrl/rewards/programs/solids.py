@@ -66,6 +66,7 @@ class SolidCode(ProgramReward):
         return scores
 
     def _score(self, mesh: Trimesh, gold: Trimesh) -> float:
+        """Returns the score of a program's mesh, 0 to 1: the mean of the parts, weighted by `weights`."""
         parts = {
             "runs": lambda: 1.0,
             "geometry": lambda: surface_f1(mesh, gold, self.points, self.threshold),

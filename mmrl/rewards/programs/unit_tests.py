@@ -44,6 +44,7 @@ class UnitTests(ProgramReward):
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Scores programs. Raises UserError for a row whose answer has no tests."""
+        # of each sample: the kind of its tests, the calls or inputs, and the expected outputs
         tests = [read_tests(sample.prompt) for sample in samples]
         scores: list[Score] = [0.0] * len(samples)
         rows = [row for row, sample in enumerate(samples) if extract_program(sample)]
@@ -55,8 +56,8 @@ class UnitTests(ProgramReward):
         return scores
 
     def _pass_rate(self, answer: Mapping[str, Any], expected: list[Any], *, printed: bool) -> float:
-        """Returns the score of a program. answer: the executor's, with the outputs. printed: outputs are printed texts,
-        not JSON."""
+        """Returns the score of a program, 0 to 1. answer: what the executor returned, with the program's "outputs".
+        expected: the right outputs, in the same order. printed: outputs are printed texts, not JSON."""
         outputs = answer.get("outputs")
         if not isinstance(outputs, list) or len(outputs) != len(expected):
             return 0.0

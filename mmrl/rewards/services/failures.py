@@ -34,6 +34,8 @@ class Failures:
     """
 
     def __init__(self, name: str, timeout_score: Score = None, max_timeouts: int = 32) -> None:
+        """name: the reward's, for warnings. timeout_score: the score of a sample that was not scored in time.
+        max_timeouts: calls of a batch that may time out before the rest is skipped."""
         self.name, self.timeout_score, self.max_timeouts = name, timeout_score, max_timeouts
         self.causes: Counter[Cause] = Counter()
         self.prompts: Counter[str] = Counter()
@@ -79,7 +81,7 @@ class Failures:
         self.prompts[sample.prompt.id] += 1
         count = self.causes[failure.cause]
         score = self.timeout_score if failure.cause in ("deadline", "not tried") else None
-        if failure.cause != "not tried" and str(count).strip("0") == "1":
+        if failure.cause != "not tried" and str(count).strip("0") == "1":  # 1, 10, 100, ...
             _log.warning(
                 "reward %s failed on prompt %s: %s; its score is %s (%s number %d, prompts so far: %d)",
                 self.name,

@@ -69,6 +69,9 @@ class HttpReward:
         self.format, self.pixels, self.scope = format, pixels, scope
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score | Spans]:
+        """Sends the samples to the server and returns its scores, with spans where it answers with any. Raises
+        UserError for an answer of another form."""
+        # with scope "group" each call gets the samples of one group, here number 0
         body = encode(samples, [0] * len(samples) if self.scope == "group" else None, self.format, self.pixels)
         kind = JSON if self.format == "json" else NPZ
         answer = post(self.url, body, {"Content-Type": kind}, deadline_s=self.deadline_s, retries=self.retries)
@@ -192,7 +195,11 @@ def png_base64(image: Image.Image) -> str:
 
 
 def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, pixels: str = "float32") -> bytes:
-    """Encodes samples as the body of a request. Raises UserError for an answer or metadata that JSON cannot hold."""
+    """Encodes samples as the body of a request.
+
+    group: the number of each sample's group; None if the reward needs none. format, pixels: as for `HttpReward`. Raises
+    UserError for an answer or metadata that JSON cannot hold.
+    """
     rows: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
     for number, sample in enumerate(samples):

@@ -55,6 +55,8 @@ class RewardProcess:
         self.scope: Literal["sample", "group", "batch"] = self._start()
 
     def score(self, samples: Sequence[Sample]) -> list[Score | Spans]:
+        """Returns what the process answers. If it takes too long or ends, it is closed, and every sample of the batch
+        is recorded as failed."""
         request = encode([_without_history(sample) for sample in samples])
         try:
             if not self._child.up:
@@ -100,6 +102,8 @@ class RewardService(Service):
     facts: the scope of the reward."""
 
     def __init__(self, request: dict[str, Any]) -> None:
+        """Builds the reward of the first request: a mapping with name, options and signature, and gpu, the index of the
+        GPU to use or None. Raises UserError if it cannot be built."""
         gpu = request.pop("gpu")
         if gpu is not None:
             import torch

@@ -91,7 +91,7 @@ class IsolatedReward:
 
 def _parse_answer(answer: dict[str, Any]) -> Score | Spans | Failure:
     """Converts a worker's answer to a score, spans or a failure. Raises UserError for a value that is not a number, and
-    if the reward raised one."""
+    again for a UserError that the reward raised in the worker."""
     if "refused" in answer:
         raise UserError(str(answer["refused"]))
     if "raised" in answer:

@@ -56,8 +56,8 @@ def _box_reward(
 ) -> Reward:
     """Builds a reward: the best `overlap` of the answer's last box with a gold box.
 
-    missing: the reward without a box. threshold: if set, the reward is 1 if the overlap reaches it, else 0. None if the
-    gold answer is not a box.
+    missing: the reward of an answer without a box. threshold: if set, the reward is 1 if the overlap reaches it, else
+    0. pair: the coordinate conventions of the answer and of the gold boxes. None if the gold answer is not a box.
     """
 
     def best_overlap(sample: Sample) -> float | None:
@@ -192,8 +192,8 @@ def average_precision(
 
 
 def _average_precision(predicted: list[Box], golds: list[Box], threshold: float) -> float:
-    """Returns the area under the precision-recall curve with monotone precision (all-point interpolation). predicted:
-    best first."""
+    """Returns the area under the precision-recall curve with monotone precision (all-point interpolation). predicted,
+    golds: boxes of one label, the predicted ones most confident first. threshold: the smallest IoU of a match."""
     unmatched, hits = list(golds), []
     for box in predicted:
         best = max(unmatched, key=lambda gold: iou(box, gold), default=None)

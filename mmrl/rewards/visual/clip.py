@@ -131,6 +131,7 @@ class ClipReward:
 
     @torch.no_grad()
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns factor x cosine of image and prompt for each sample, without a gradient."""
         device = device_of(self.device)
         self.encoder.model.to(device)
         images = self.encoder.images([as_pil(image_of(sample)) for sample in samples], device)
@@ -200,6 +201,7 @@ class Aesthetic:
         device: str | None = None,
     ):
         self.head, self.encoder, self.device = _head(head), encoder(model, pretrained), device
+        # the embedding of a black image shows the width of embeddings
         probe = self.encoder.images([Image.new("RGB", (8, 8))], torch.device("cpu"))
         if probe.shape[1] != self.head[0].in_features:
             raise ValueError(
@@ -217,6 +219,7 @@ class Aesthetic:
 
     @torch.no_grad()
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns the head's score of the embedding of each sample's image, without a gradient."""
         device = device_of(self.device)
         self.encoder.model.to(device)
         embeddings = self.encoder.images([as_pil(image_of(sample)) for sample in samples], device)

@@ -83,6 +83,8 @@ class CoordinatePair:
     a `resize` that neither convention uses."""
 
     def __init__(self, coordinates: str, answers: str, resize: Mapping[str, int] | None) -> None:
+        """coordinates: the convention of the response; answers: that of the gold answer; resize: as for
+        `Coordinates`."""
         self.response, self.gold = Coordinates(coordinates, resize), Coordinates(answers, resize)
         if resize is not None and "resized" not in (coordinates, answers):
             raise ValueError(f"resize is for coordinates 'resized', not {coordinates!r}")

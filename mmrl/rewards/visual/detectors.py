@@ -125,6 +125,7 @@ class TransformersDetector:
 
     @torch.no_grad()
     def detect(self, images: Sequence[Image.Image], min_score: float) -> list[list[DetectedObject]]:
+        """Returns the objects of each image with a score of at least `min_score`, highest first."""
         device = device_of(self._device)
         self._model.to(device)
         inputs = self._processor(images=list(images), return_tensors="pt").to(device)
@@ -163,6 +164,7 @@ class TorchvisionDetector:
 
     @torch.no_grad()
     def detect(self, images: Sequence[Image.Image], min_score: float) -> list[list[DetectedObject]]:
+        """Returns the objects of each image with a score of at least `min_score`, highest first."""
         device = device_of(self._device)
         self._model.to(device)
         tensors = [torch.from_numpy(np.array(image)).permute(2, 0, 1).to(device) / 255 for image in images]

@@ -93,7 +93,7 @@ def _box(box: object, sample: Sample, height: int, width: int) -> Tensor:
     source_width, source_height = sample.prompt.images[0].size
     scale_x, scale_y = width / source_width, height / source_height
     left, top, right, bottom = box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y
-    x, y = torch.arange(width) + 0.5, torch.arange(height)[:, None] + 0.5
+    x, y = torch.arange(width) + 0.5, torch.arange(height)[:, None] + 0.5  # centres of pixels
     return (x > left) & (x < right) & (y > top) & (y < bottom)
 
 

@@ -51,7 +51,7 @@ def affirms(text: str, phrase: object) -> bool:
 
 @lru_cache(maxsize=4096)
 def _full_words(phrase: str) -> re.Pattern[str]:
-    """Returns a pattern that matches a phrase as full words."""
+    """Returns a pattern that matches a phrase as full words. In scripts without spaces any neighbour is allowed."""
     begin = rf"(?<![^\W{_UNSPACED}])" if re.match(rf"[^\W{_UNSPACED}]", phrase) else ""
     end = rf"(?![^\W{_UNSPACED}])" if re.search(rf"[^\W{_UNSPACED}]\Z", phrase) else ""
     return re.compile(f"{begin}{re.escape(phrase)}{end}")

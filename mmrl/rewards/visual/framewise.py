@@ -36,6 +36,8 @@ class Framewise:
         self.pool, self.every = pool, every
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Scores every `every`-th frame of each video, or with pool="last" the last one, in one call of the image
+        reward, and pools the scores of a video's frames. Raises UserError for a video without frames."""
         frames = [list(video_of(sample)[:: self.every]) for sample in samples]
         if self.pool == "last":
             frames = [[video_of(sample)[-1]] for sample in samples]

@@ -63,6 +63,8 @@ class GenEval:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns for each sample 1 if its image passes all checks of its prompt, else 0; if `partial`, the share of
+        checks that it passes."""
         images = [as_pil(image_of(sample)) for sample in samples]
         detected = self.detector.detect(images, min(self.threshold, self.count_threshold))
         scores = []
@@ -153,7 +155,7 @@ def color_of(image: Image.Image, box: Box) -> str:
     margin = (1 - INNER) / 2
     inner = (left + margin * width, top + margin * height, right - margin * width, bottom - margin * height)
     pixels_inside = _crop(pixels, inner).reshape(-1, 3)
-    frame_width = max(1, round(min(surroundings.shape[:2]) / 12))
+    frame_width = max(1, round(min(surroundings.shape[:2]) / 12))  # the tenth by which the box of 10 / 12 was enlarged
     frame = [
         surroundings[:frame_width],
         surroundings[-frame_width:],
@@ -186,7 +188,7 @@ def _color_indices(pixels: NDArray[np.float32]) -> NDArray[np.int64]:
     )
     hue = sector * 60
     is_grey = saturation < 0.2
-    rules = [
+    rules = [  # of several conditions that hold, the first counts
         (value < 0.2, "black"),
         (is_grey & (value > 0.8), "white"),
         (is_grey, "gray"),

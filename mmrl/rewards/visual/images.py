@@ -77,6 +77,8 @@ class ClassifierLogp:
 
     @torch.no_grad()
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns the log-probability of each prompt's class given its image. Raises UserError for images of several
+        sizes."""
         shapes = {tuple(image_of(sample).shape) for sample in samples}
         if len(shapes) > 1:
             raise UserError(f"a classifier needs images of one size, not {sorted(shapes)}")
@@ -148,7 +150,7 @@ def _letters(text: str) -> str:
 def edit_distance(a: str, b: str) -> int:
     """Returns the Levenshtein distance: the fewest insertions, deletions and replacements of letters that turn `a` into
     `b`."""
-    row = list(range(len(b) + 1))
+    row = list(range(len(b) + 1))  # row[j]: the distance from the letters of `a` so far to b[:j]
     for i, x in enumerate(a, 1):
         diagonal, row[0] = row[0], i
         for j, y in enumerate(b, 1):

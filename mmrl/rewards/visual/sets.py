@@ -63,6 +63,8 @@ class SetDistance:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns for each sample minus the distance of the batch, or with credit="replacement" the gain of its subset.
+        Raises UserError for an image of another size than the reference's, and for fewer than two samples."""
         images = [image_of(sample) for sample in samples]
         wrong = next((image for image in images if tuple(image.shape) != self._size), None)
         if wrong is not None:

@@ -105,6 +105,7 @@ class AdvantageWeightedTerm(Term):
         return Needs(offers=frozenset({"critic", "demonstrations"}))
 
     def prepare(self, batch: Batch) -> None:
+        """Stores the return of each rollout's policy step, [rollout]; NaN where it is unknown."""
         from mmrl.rollouts import Column
 
         if self.of == "demonstrations":
@@ -112,6 +113,8 @@ class AdvantageWeightedTerm(Term):
         batch.rollouts.extras[self.key] = Column(self.returns.of([sample.prompt for sample in batch.rollouts.samples]))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes -coefficient w(R - V) logp of rollouts of the kind `of`, 0 for others, and statistics; [rollout,
+        decision]."""
         import torch
 
         from mmrl.rollouts import DEMONSTRATION, REPLAYED, Column, require

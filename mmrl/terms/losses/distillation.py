@@ -73,6 +73,8 @@ class SampledDivergence(DivergenceEstimator):
         return teacher.needs | Needs(offers=offers, old=True, measurements=(TeacherLikelihoods(teacher),))
 
     def values(self, teacher: Teacher, direction: Direction, micro: Rollouts, replay: Replay) -> tuple[Tensor, Tensor]:
+        """Computes a loss and an estimate of the divergence from the log-probabilities of the sampled tokens; 0 and NaN
+        where the teacher's are unknown. Both [rollout, decision]."""
         import torch
 
         from mmrl.core.regularizers import sampled_kl_loss
@@ -97,6 +99,8 @@ class ListedDivergence(DivergenceEstimator):
         return teacher.needs | Needs(measurements=(TeacherDistributions(teacher, self.count),))
 
     def values(self, teacher: Teacher, direction: Direction, micro: Rollouts, replay: Replay) -> tuple[Tensor, Tensor]:
+        """Computes the divergence over the teacher's listed tokens, with and without gradient; 0 and NaN where there is
+        no teacher. Both [rollout, decision]."""
         import torch
 
         from mmrl.core.regularizers import top_k_kl

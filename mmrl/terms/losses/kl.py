@@ -80,6 +80,8 @@ class ReferencePolicy(OtherPolicy):
         return micro.ref_logp.to(replay.logp.device)
 
     def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
+        """Estimates the divergence from the reference, [rollout, decision]: from samples, or for denoising steps
+        exactly or by the squared distance of predictions."""
         if estimator in SAMPLE_ESTIMATORS:
             return super().divergence(estimator, micro, replay)
         from mmrl.rollouts import REFERENCE_ERROR, require
@@ -153,6 +155,8 @@ class OldPolicy(OtherPolicy):
         return old_logp(micro, replay)
 
     def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
+        """Estimates the divergence in `direction`, [rollout, decision]. In the reverse one a sample of the old policy
+        is weighted by its likelihood ratio."""
         from mmrl.core.ratios import BOUND
         from mmrl.core.regularizers import kl_estimate
 
@@ -182,6 +186,8 @@ class PolicyUnderView(OtherPolicy):
         return Needs(measurements=((ViewReplay if self.gradient else ViewLikelihoods)(self.view),))
 
     def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
+        """Returns the log-probabilities given the view of the prompt, [rollout, decision]; with `gradient`, those of
+        the current policy."""
         from mmrl.rollouts import DecisionColumn
 
         if self.gradient:
@@ -227,6 +233,8 @@ class DifficultyWeighting(KLWeighting):
     type: str = "difficulty"
 
     def weights(self, batch: Batch) -> Tensor:
+        """Returns 1 - exp(-e x the group's accuracy) where the advantage is positive and the accuracy neither 0 nor 1,
+        else 1; [rollout, decision]."""
         import math
 
         import torch
@@ -255,13 +263,15 @@ class CovarianceWeighting(KLWeighting):
         return Needs(offers=frozenset({"single_sample_kl"}), statistics=frozenset({"logp"}))
 
     def weights(self, batch: Batch) -> Tensor:
+        """Returns which decisions are in the `share` with the largest covariances of log-probability and advantage,
+        [rollout, decision] bool."""
         rollouts = batch.rollouts
         assert rollouts.old_logp is not None and rollouts.advantages is not None
         logp, advantages = batch.gather_decisions(rollouts.old_logp), batch.gather_decisions(rollouts.advantages)
         covariance = (rollouts.old_logp - logp.mean()) * (rollouts.advantages - advantages.mean())
         ranked = batch.gather_decisions(covariance).sort(descending=True).values
         if not len(ranked):
-            return rollouts.mask & False
+            return rollouts.mask & False  # no rank has a decision
         return rollouts.mask & (covariance >= ranked[max(1, int(self.share * len(ranked))) - 1])
 
 
@@ -326,6 +336,8 @@ class KL(Term):
             batch.rollouts.extras[self.weighting.key] = DecisionColumn(self.weighting.weights(batch))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes coefficient x the divergence, weighted if `weighting` is set, and the divergence as a metric;
+        [rollout, decision]."""
         kl = self.against.divergence(self.estimator, micro, replay)
         values = self.coefficient.value * self.against.cost(kl)
         if self.weighting is None:

@@ -55,6 +55,7 @@ class LikelihoodTerm(Term):
         return entropy if self.under is None else entropy | Needs(measurements=(ViewReplay(self.under),))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes -coefficient logp of the selected decisions, 0 for others, and statistics; [rollout, decision]."""
         import torch
 
         logp = replay.logp if self.under is None else ViewReplay(self.under).of(replay).logp
@@ -75,6 +76,7 @@ class LikelihoodTerm(Term):
 
         if self.of == "all":
             return torch.ones_like(micro.mask)
+        # without a column all rollouts are fresh ones of the policy, origin 0
         origin = torch.zeros(len(micro), dtype=torch.long) if micro.origin is None else micro.origin
         if self.of in ("positive", "own_positive"):
             assert micro.advantages is not None
@@ -115,6 +117,8 @@ class LikelihoodDrop(Term):
         return Needs(old=True)
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes coefficient max(0, old_logp - logp) in responses whose likelihood fell, else 0, and whether it fell;
+        [rollout, decision]."""
         from mmrl.rollouts import old_logp
 
         device = replay.logp.device

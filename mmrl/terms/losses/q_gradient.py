@@ -39,6 +39,8 @@ class SoftQFunctions(QNetworks):
     entropy: EntropyBonus | None = option(EntropyBonus(), "bonus for entropy; null: none")
 
     def measurement(self, returns: StepReturns) -> QValues:
+        """Returns the measurement that trains the Q networks, with the settings of the entropy bonus. returns: rewards
+        that Q sums."""
         measured, bonus = super().measurement(returns), self.entropy
         if bonus is None:
             return measured
@@ -86,6 +88,8 @@ class QGradient(Term):
         report_agreement(batch, self.q.measurement(self.returns), self.returns)
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes coefficient (temperature logp - Q) of the action that the policy sampled at a recorded observation,
+        and statistics, NaN for other rollouts; [rollout, decision]."""
         import torch
 
         sampled = replay.extras[self.values_of_actions.name]

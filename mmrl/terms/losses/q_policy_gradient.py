@@ -68,6 +68,8 @@ class QPolicyGradient(Term):
         rollouts.extras[self.key] = Column(advantages)
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes PPO's clipped objective of the proposed chunks, 0 for other rollouts, and statistics; [rollout,
+        decision]."""
         import torch
 
         from mmrl.core.surrogates import surrogate

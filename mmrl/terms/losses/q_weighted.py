@@ -107,6 +107,8 @@ class QWeightedTerm(Term):
         report_agreement(batch, self.q.measurement(self.returns), self.returns)
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes -coefficient w(Q - V) logp of rollouts of the kind `of`, 0 for others, and statistics; [rollout,
+        decision]."""
         import torch
 
         from mmrl.rollouts import DEMONSTRATION, REPLAYED, require

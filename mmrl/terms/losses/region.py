@@ -48,6 +48,8 @@ class Region(Term):
         return Needs(offers=frozenset({"source"}))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes the hinge losses on the predicted data outside and inside the mask, weighted by r and 1 - r, and the
+        mean squared distances; [rollout, decision]. Raises UserError if the model has no source image."""
         from mmrl.core.contrast import optimality_weight, predict_data
         from mmrl.core.regularizers import masked_distance
         from mmrl.rollouts import MATCHING

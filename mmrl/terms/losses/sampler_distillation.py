@@ -38,11 +38,14 @@ class SamplerDistillation(Term):
         return Needs(offers=frozenset({"distillation"}))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes coefficient x the sampler's squared error, with `reward_aware` weighted by the image's advantage,
+        and the error; [rollout, decision]."""
         from mmrl.core.contrast import optimality_weight
 
         error = replay.extras["sampler_error"]
         values = self.coefficient.value * error
         if self.reward_aware:
             assert micro.advantages is not None
+            # 2: an advantage of 0 has the weight 1
             values = values * 2 * optimality_weight(micro.advantages.to(error.device), self.bound)
         return values, {"sampler_error": error.detach()}

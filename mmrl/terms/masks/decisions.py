@@ -29,6 +29,7 @@ class EntropyShare(Mask):
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def keep(self, batch: Batch) -> Tensor:
+        """Returns which decisions are among the `share` of highest entropy over all ranks, [rollout, decision] bool."""
         entropy = batch.rollouts.old_entropy
         assert entropy is not None
         descending = batch.gather_decisions(entropy).sort(descending=True).values
@@ -53,6 +54,8 @@ class CovarianceClip(Mask):
         return Needs(offers=frozenset({"single_sample_kl"}), statistics=frozenset({"logp"}))
 
     def keep(self, batch: Batch) -> Tensor:
+        """Returns which decisions stay in the objective, [rollout, decision] bool. A random `share` of all decisions is
+        dropped, only ones whose covariance of log-probability and advantage is within low..high."""
         import torch
 
         rollouts = batch.rollouts
@@ -79,6 +82,8 @@ class TokenBudget(Mask):
     budget: int = option(description="largest number of decisions per step, over all ranks", unit="decisions", ge=1)
 
     def keep(self, batch: Batch) -> Tensor:
+        """Returns which decisions have the `budget` smallest random numbers over all ranks, [rollout, decision]
+        bool."""
         import torch
 
         priority = torch.rand(batch.rollouts.mask.shape, generator=batch.generator(self.type))

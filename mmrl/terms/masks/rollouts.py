@@ -46,6 +46,7 @@ class OverTurn(Mask):
         return Needs(offers=frozenset({"turns"}))
 
     def keep(self, batch: Batch) -> Tensor:
+        """Returns which rollouts did not end at the limit of turns or tokens, [rollout] bool."""
         import torch
 
         conversations = [sample.conversation for sample in batch.rollouts.samples]
@@ -76,6 +77,8 @@ class BandMask(Mask):
         return self
 
     def keep(self, batch: Batch) -> Tensor:
+        """Returns which rollouts have the quantity `fact` within low..high or unknown, [rollout] bool, and logs their
+        share."""
         values = batch.column(self.fact)
         selected = values.isnan() | ((values >= self.low) & (values <= self.high))
         batch.report({f"band/{self.fact}": float(selected.float().mean())})
@@ -100,6 +103,8 @@ class BestOfGroup(Mask):
         return Needs() if self.by == "reward_per_length" else needs_column(self.by, varies=True)
 
     def keep(self, batch: Batch) -> Tensor:
+        """Returns which rollouts are among the first `count` of their group by the quantity `by`, [rollout] bool;
+        rollouts whose quantity is unknown come last."""
         import torch
 
         group = batch.column("group")
@@ -147,6 +152,8 @@ class ProcessAgreement(Mask):
         return needs_column(f"reward/{self.reward}") | needs_column("accuracy")
 
     def keep(self, batch: Batch) -> Tensor:
+        """Returns which rollouts are kept, [rollout] bool, and logs the shares of right rollouts with a low process
+        reward and of wrong ones with a high one."""
         process, accuracy = batch.column(f"reward/{self.reward}"), batch.column("accuracy")
         known = ~(process.isnan() | accuracy.isnan())
         right, low_process = known & (accuracy >= 0.5), process < self.low

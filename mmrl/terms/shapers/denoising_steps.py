@@ -41,6 +41,8 @@ class StepGains(Shaper):
         return Needs(measurements=(Completions(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns outcome x the advantages + weight x the gains in expected reward of the denoising steps, normalized
+        among the same step of the group; [rollout, decision]."""
         from mmrl.core.credit import step_gains, turning_point_gains
         from mmrl.core.turns import turn_advantages
 
@@ -76,6 +78,8 @@ class BranchCredit(Shaper):
         return Needs(measurements=(CandidateCompletions(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns outcome x the advantages + weight x the rewards of the branches' completions, normalized among the
+        branches of the step in the group; [rollout, decision]."""
         from mmrl.core.turns import turn_advantages
 
         rewards = batch.measured(CandidateCompletions()).values

@@ -63,12 +63,14 @@ class ClarityBonus(AdvantageBonus):
     zeta: float = option(0.05, "weight of the bonus", ge=0)
 
     def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns zeta exp(-k H) with H the scaled entropy of the next decision, 0 for the last decision; [rollout,
+        decision]."""
         import torch
 
         mask = batch.rollouts.mask
         has_next = torch.zeros_like(mask)
         has_next[:, :-1] = mask[:, 1:] & mask[:, :-1]
-        next_entropy = scaled_entropy(batch).roll(-1, 1)
+        next_entropy = scaled_entropy(batch).roll(-1, 1)  # what wraps around to the last column is not used
         return self.zeta * (-self.k * next_entropy).exp().where(has_next, 0)
 
 
@@ -111,6 +113,7 @@ class EntropyShaping(Shaper):
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns advantages x factor + bonus, minus the mean over the batch if `centred`; [rollout, decision]."""
         if not len(batch.gather_decisions(old_entropy(batch))):
             return advantages
         shaped = advantages if self.sure is None else advantages * self.sure.factor(batch)
@@ -163,6 +166,8 @@ class EntropyRedistribution(Shaper):
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns alpha + beta x the entropy's share among the group's right rollouts at the position, for wrong ones
+        -alpha - beta x the share of 1 / entropy; [rollout, decision]. They replace the algorithm's advantages."""
         import torch
 
         rollouts, shaped = batch.rollouts, torch.zeros_like(advantages)
@@ -210,6 +215,8 @@ class TokenBaseline(Shaper):
         return Needs(offers=frozenset({"square_sum"}), statistics=statistics)
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns advantages minus the weighted mean at each token of the group's advantages; [rollout, decision]. The
+        weight is the sum, up to the token, of |d log p / d logits|^2 = 1 - 2 p + sum_k p_k^2."""
         import torch
 
         rollouts = batch.rollouts

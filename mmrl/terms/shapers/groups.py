@@ -39,6 +39,8 @@ class Stratified(Shaper):
         return needs_column(self.by, varies=True)
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns alpha x the advantages within the rollout's stratum + (1 - alpha) x the algorithm's; [rollout,
+        decision]. A stratum: the rollouts of a group with the same value of `by`."""
         import torch
 
         from mmrl.core.advantages import group_advantages
@@ -72,6 +74,8 @@ class SetDiversity(Shaper):
         return Needs(offers=frozenset({"text"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages plus weight x the fall of logdet(I + K / tau) without the rollout, minus its group
+        mean; K is the similarity of the group's responses; [rollout, decision]."""
         import torch
 
         from mmrl.core.distances import ngram_similarity
@@ -120,6 +124,8 @@ class DivergenceWeight(Shaper):
         return Needs(measurements=(GroupDivergence(self.block),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages times 1 to `max_weight`, by the divergence within the group at the position; [rollout,
+        decision]."""
         from mmrl.core.credit import scale_within_group
 
         rollouts, divergence = batch.rollouts, batch.measured(GroupDivergence(self.block)).values
@@ -145,6 +151,8 @@ class LongWrong(Shaper):
         return Needs(offers=frozenset({"lengths"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages, [rollout, decision], times 2 - base^-excess for wrong rollouts; excess: their tokens
+        beyond the mean length of the group's right rollouts."""
         import torch
 
         rewards, lengths, group = batch.combined_rewards(), batch.column("length").float(), batch.column("group")
@@ -199,6 +207,8 @@ class SignalCorrection(Shaper):
     type: str = "signal_correction"
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages times the number of scored rollouts over the number of those whose group has different
+        rewards."""
         from mmrl.core.filters import varied_groups
 
         rewards = batch.combined_rewards()

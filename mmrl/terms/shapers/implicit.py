@@ -51,6 +51,8 @@ class ImplicitProcess(Shaper):
         return needs_column(self.label) | Needs(reference=Reference(), measurements=(self.measurement,))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns outcome x the advantages + weight x the discounted returns of the implicit process rewards, minus
+        their baseline from the group's other rollouts; [rollout, decision]."""
         from mmrl.core.credit import leave_one_out_returns
 
         rewards = batch.measured(self.measurement).values

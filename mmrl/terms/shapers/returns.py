@@ -38,6 +38,7 @@ class KLReturns(Shaper):
         return self.kl.needs
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages minus the discounted KL penalties from each decision on; [rollout, decision]."""
         from mmrl.core.turns import discounted_returns
 
         scored = ~batch.local(batch.combined_rewards()).isnan()[:, None]
@@ -62,6 +63,8 @@ class Whitening(Shaper):
     )
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages, [rollout, decision], normalized to mean 0 and variance 1 over the decisions or
+        rollouts of all ranks; 0 outside the mask and for unknown rewards."""
         scored = ~batch.local(batch.combined_rewards()).isnan()[:, None]
         mask = batch.rollouts.mask & scored
         values = batch.gather_steps(*self._values_and_mask(advantages, mask))

@@ -41,6 +41,8 @@ class SegmentValues(Shaper):
         return Needs(measurements=(self.gains,))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the gain in expected reward over each decision's segment, [rollout, decision]; rollouts from other
+        sources (such as demonstrations) keep their advantages."""
         from mmrl.rollouts import FRESH
 
         origin = batch.rollouts.origin
@@ -76,6 +78,8 @@ class PartCredit(Shaper):
                     )
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the weighted advantages of text decisions and of image decisions, each from the part's own rewards if
+        it has any; [rollout, decision]."""
         from mmrl.rollouts import IMAGE, TEXT, part_mask
 
         text = self.text * self._part_advantages(self.text_rewards, advantages, batch)
@@ -113,6 +117,8 @@ class SharedPrefix(Shaper):
         return Needs(measurements=(DecisionNumbers(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantage of each decision divided by the number of the group's rollouts that have the same
+        decisions up to it, itself included; [rollout, decision]."""
         rollouts, shaped = batch.rollouts, advantages.clone()
         numbers, mask = batch.measured(DecisionNumbers()).values, rollouts.mask
         for group in rollouts.group.unique():  # a group lies on one rank
@@ -143,6 +149,8 @@ class SelfProcess(Shaper):
         return Needs(offers=offers, reference=Reference(), statistics=frozenset({"logp"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages plus beta x the sum of log-ratios to the reference up to the decision, minus its mean
+        over the group's rollouts that reach this position; [rollout, decision]."""
         rollouts, shaped = batch.rollouts, advantages.clone()
         assert rollouts.old_logp is not None and rollouts.ref_logp is not None
         cumulative = self.beta * (rollouts.old_logp - rollouts.ref_logp).where(rollouts.mask, 0).cumsum(1)

@@ -62,6 +62,8 @@ class SpanCredit(SpanShaper):
         """Computes the credit of each span, one tensor [span] for each of this rank's rollouts."""
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns outcome x the advantages + weight x the credit of the decision's spans, after a baseline from the
+        group; [rollout, decision]."""
         from mmrl.core.turns import distribute_credit, subtract_group_baseline
 
         column, scored = batch.measured(self.spans), batch.local(batch.combined_rewards()).isfinite()
@@ -115,6 +117,7 @@ class SpanMinimum(SpanCredit):
     temperature: float = option(0.1, "T; 0: the strict minimum", ge=0)
 
     def credit(self, column: SpanColumn, batch: Batch) -> list[Tensor]:
+        """Returns for each rollout the sum of its softmin-weighted values from each span on, [span]."""
         from mmrl.core.turns import discounted_returns, softmin_weighted
 
         return [
@@ -134,6 +137,8 @@ class SpanSigns(SpanShaper):
     type: str = "span_signs"
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages, [rollout, decision], negated where their sign differs from that of the span's
+        value."""
         from mmrl.core.turns import distribute_credit
 
         column = batch.measured(self.spans)

@@ -44,6 +44,8 @@ class SubtreeAdvantages(TreeShaper):
     )
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns for each rollout the mean difference of its reward from the mean rewards of its group and of its
+        subtrees, repeated for its decisions; [rollout, decision]."""
         from mmrl.core.credit import subtree_advantages
         from mmrl.rollouts import require
 
@@ -65,6 +67,7 @@ class PrefixMean(TreeShaper):
     scale: Literal["group_std", "none"] = option("group_std", "divide differences by the std of the group, or not")
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns for each decision the mean advantage of the rollouts that share it, [rollout, decision]."""
         from mmrl.core.advantages import group_advantages
         from mmrl.core.credit import shared_means
         from mmrl.rollouts import require

@@ -58,6 +58,8 @@ class TurnReturns(Shaper):
         return self.answer is None
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns outcome x the advantages + weight x the discounted returns of the turns, normalized among the same
+        turn of the group; each decision gets that of its turn, [rollout, decision]."""
         import torch
 
         from mmrl.core.turns import discounted_returns, turn_advantages
@@ -111,6 +113,8 @@ class Milestones(Shaper):
         return True
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns outcome x the advantages + weight x the returns of the segments between milestones, normalized among
+        the same segment of the group; each decision gets that of its segment, [rollout, decision]."""
         from mmrl.core.turns import milestone_segments, turn_advantages
         from mmrl.rollouts import Turns
 
@@ -140,6 +144,8 @@ class Curiosity(Shaper):
         return Needs(offers=frozenset({"turns"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages plus a bonus for rollouts that used a tool, as long as fewer than the share `target`
+        of their group did; [rollout, decision]."""
         import torch
 
         from mmrl.rollouts import require

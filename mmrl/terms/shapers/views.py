@@ -39,6 +39,8 @@ class ViewInformation(Shaper):
         return Needs(offers=offers, statistics=statistics, measurements=(ViewLikelihoods(self.view),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the advantages plus weight x (the rollout's mean log-ratio of prompt and view, at most `bound`, minus
+        its mean over the group); [rollout, decision]."""
         rollouts, shaped = batch.rollouts, advantages.clone()
         assert rollouts.old_logp is not None
         view_logp = batch.measured(ViewLikelihoods(self.view)).values
