@@ -56,7 +56,8 @@ class Estimator:
         return reward - self.baseline.compute(reward, self.batch, self.combine)
 
     def normalize(self, reward: Tensor) -> Tensor:
-        """Subtracts the group's baseline (`Baseline.center`) from a transformed reward and divides by the scale."""
+        """Returns (reward - the group's baseline) / scale of a transformed reward, [rollout of all ranks]; 0 where it
+        is NaN. The fused kernel computes it if it knows baseline and scale."""
         from mmrl import kernels
         from mmrl.core.advantages import moments
 

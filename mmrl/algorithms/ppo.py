@@ -274,7 +274,7 @@ def moments_of(steps: Steps) -> tuple[Tensor, Tensor]:
 def steps_of_turns(rollouts: Rollouts, time_step: str) -> Steps:
     """Returns the time steps of conversations: turns, or tokens of the policy without the observations in between.
 
-    time_step: turn or decision. The last time step of a turn has the environment's reward for it.
+    time_step: turn or decision. The last time step of a turn has the environment's reward of the turn.
     """
     import torch.nn.functional as F
 

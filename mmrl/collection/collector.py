@@ -37,6 +37,8 @@ class Collector:
     def __init__(
         self, config: JobConfig, policy: Policy, task: Task, ranks: Ranks, generator: SyncedGenerator | None
     ) -> None:
+        """generator: engines or workers that sample in place of the policy; None: the policy samples itself. ranks: the
+        communication between ranks."""
         source: Source = require(task.train, "the task's training prompts")
         if config.algorithm.collects == "demonstrations":
             source = get_demonstrations(task, source)

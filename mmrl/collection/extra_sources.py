@@ -171,7 +171,7 @@ class ExtraRolloutSources:
         return self._add(fresh, self.sources)
 
     def _add(self, fresh: Rollouts, sources: Sequence[ExtraSource]) -> Rollouts:
-        """Returns fresh rollouts, with `origin` set to FRESH, followed by those of the given sources."""
+        """Returns fresh rollouts, with `origin` set to FRESH, followed by those of `sources`."""
         import torch
 
         from mmrl.rollouts import FRESH, Rollouts, fill_in_columns, fill_in_nodes

@@ -83,8 +83,8 @@ class ReadAhead:
             self._pool = None
 
     def _warn(self, index: int, prompt: Prompt, reason: str) -> None:
-        """Logs once why another process could not read a prompt that this one can read. Bad rows are not logged here:
-        the source reports them itself."""
+        """Logs once why a reading process could not read a prompt that this process can read. Bad rows are not logged
+        here: the source reports them itself."""
         if not (self._warned or reason.startswith(RowError.__name__)):
             self._warned = True
             log.warning(

@@ -239,8 +239,10 @@ def finite_gae(
         A_t = sum_n lam^n A_t^(n) / sum_n lam^n      A_t^(n) = sum_{k<=n} gamma^k r_{t+k} + gamma^{n+1} v'_{t+n} - v_t
 
     The sums run over the n for which step t + n belongs to the same episode. The weights (1 - lam) lam^n of arXiv
-    1506.02438, equation 16, sum to 1 only over an infinite horizon; ManiSkill's PPO normalizes as here. Arguments and
-    the next value v' are as in `gae`.
+    1506.02438, equation 16, sum to 1 only over an infinite horizon; ManiSkill's PPO normalizes as here. v' is 0 where
+    `terminated`, `bootstrap` (the value of the final observation) where the episode is cut off, and the next of
+    `values` elsewhere. An episode is cut off where `truncated`, in the last column, and before a step outside `mask`.
+    All tensors: [B, T].
     """
     has_next = torch.zeros_like(mask)
     has_next[:, :-1] = mask[:, 1:]

@@ -103,13 +103,14 @@ def assign_ranks(cost: Tensor, size: Tensor, rank: Tensor, fixed: Tensor) -> Ten
     while (max_load := loads.max()) > limit:
         busiest = int(loads.argmax())
         own_slots, other_slots = (rank == busiest).nonzero().flatten(), (rank != busiest).nonzero().flatten()
+        # [own slot, other slot]: by how much a swap lowers the load of the busiest rank
         moved_cost = cost[piece[own_slots]][:, None] - cost[piece[other_slots]]
         larger_load = torch.maximum(max_load - moved_cost, loads[rank[other_slots]] + moved_cost)
         same_size = size[piece[own_slots]][:, None] == size[piece[other_slots]]
         larger_load = larger_load.where(same_size, max_load).flatten()
         if len(larger_load) == 0 or larger_load.min() >= max_load:
             break
-        best = int(larger_load.argmin())
+        best = int(larger_load.argmin())  # index in the flattened table
         pair = torch.stack([own_slots[best // len(other_slots)], other_slots[best % len(other_slots)]])
         piece[pair] = piece[pair.flip(0)]
         loads = fixed.index_add(0, rank, cost[piece])

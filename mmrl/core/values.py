@@ -76,8 +76,8 @@ class QEnsemble(nn.Module):
         return torch.stack([network(x) for network in self.online])
 
     def target(self, x: Tensor) -> Tensor:
-        """Returns the least Q value of the target networks, [row], without gradient (clipped double Q, TD3, arXiv
-        1802.09477)."""
+        """Returns the least Q value of the target networks for each row of states and actions x [row, number], [row],
+        without gradient (clipped double Q, TD3, arXiv 1802.09477)."""
         with torch.no_grad():
             return torch.stack([network(x) for network in self.targets]).amin(0)
 

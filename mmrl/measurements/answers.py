@@ -101,8 +101,8 @@ class ReferenceRewards(PreparedMeasurement["Column"]):
 
 
 def grouped_prompts(rollouts: Rollouts) -> tuple[list[Prompt], list[int], Tensor]:
-    """Returns the prompt of each group, the sorted ids of the groups, and each rollout's index into both, [rollout]
-    int64."""
+    """Returns the prompt of each group, the groups' ids in rising order, and for each rollout the index of its group
+    among these, [rollout] int64."""
     groups, member = rollouts.group.unique(return_inverse=True)
     first_rows = [int((member == g).nonzero()[0]) for g in range(len(groups))]
     return [rollouts.samples[row].prompt for row in first_rows], groups.tolist(), member

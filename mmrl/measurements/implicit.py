@@ -43,8 +43,8 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         return f"implicit {self.label} {self.beta:g} {self.lr:g} {self.updates}"
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
-        """Trains pi_phi on the rollouts and returns their process rewards. Raises UserError if an outcome is not 0 or
-        1."""
+        """Trains the reward model on the rollouts and returns their process rewards. Raises UserError if an outcome is
+        not 0 or 1."""
         from mmrl.rollouts import DecisionColumn
 
         policy = context.policy
@@ -80,8 +80,8 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         return values.where(known, torch.nan)
 
     def _learn(self, module: AuxiliaryModule, rollouts: Rollouts, context: PreparedContext) -> Tensor:
-        """Trains pi_phi for one step on the rollouts of all ranks. Returns the process rewards before it, [rollout,
-        decision]."""
+        """Takes an optimizer step of the reward model `module` on the rollouts of all ranks. Returns the process
+        rewards before it, [rollout, decision]."""
         import torch
 
         outcome = self.outcome(rollouts, context)
@@ -99,7 +99,7 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         return scores
 
     def _score(self, module: AuxiliaryModule, rollouts: Rollouts, context: PreparedContext) -> Tensor:
-        """Returns the process rewards under the current pi_phi, [rollout, decision]."""
+        """Returns the process rewards under the reward model `module`, [rollout, decision]."""
         import torch
 
         scores = torch.zeros(rollouts.mask.shape)

@@ -212,9 +212,9 @@ class QLearner:
         )
 
     def _update(self, transitions: Transitions, proposals: Tensor) -> tuple[Tensor, Tensor]:
-        """Updates Q and V on the transitions of all ranks. Returns the ESTIMATES of this rank's transitions, [n, 3],
-        and the least target Q values [m] of `proposals` [m, number], further pairs of observation and chunk. Both are
-        computed before the last update of the target networks."""
+        """Updates Q and V on the transitions of all ranks. Returns the estimates of this rank's transitions, [n, 3]
+        (least target Q, V, TD error), and the least target Q values [m] of `proposals` [m, number], further pairs of
+        observation and chunk. Both are computed before the last update of the target networks."""
         import torch
 
         settings, n = self.settings, len(transitions.reward)

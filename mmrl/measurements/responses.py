@@ -112,6 +112,7 @@ class PromptLikelihoods(PreparedMeasurement["Column"]):
     name: ClassVar[str] = "inverse"
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> Column:
+        """Returns the mean log-probability of each prompt's tokens given its image, [rollout]."""
         import torch
 
         from mmrl.rollouts import Column

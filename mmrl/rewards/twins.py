@@ -49,7 +49,7 @@ class TwinMargin:
         return [None if score is None or twin is None else score - twin for score, twin in pairs]
 
     def _scores(self, samples: list[Sample]) -> list[Score]:
-        """Returns the other reward's scores of samples."""
+        """Scores samples by the reward that the option `reward` names."""
         if isinstance(self.reward, BatchReward):
             return to_scores(self.reward.score(samples), len(samples))
         return to_scores([self.reward(sample) for sample in samples], len(samples))

@@ -159,11 +159,11 @@ def stratified(seed: int, count: int, number: int = 0) -> Tensor:
 
 
 def step_weights(kind: StepWeight, sampler: Sampler, window: Window) -> Tensor | None:
-    """Returns the weight [steps] of each step of a chain in the loss, of mean 1 over the usable steps; None: all 1."""
+    """Returns the weight [steps] of each step of a chain in the loss, of mean 1 over the usable steps; None: all 1.
+    kind: proportional to the std of the step ("std"), or to 1 / the decrease of sigma ("inverse_dt")."""
     if kind == "none":
         return None
     usable = list(usable_steps(window, sampler.std))
-    # inverse_dt: 1 / the decrease of sigma
     weights = sampler.std if kind == "std" else (-1 / sampler.grid.sigmas.diff()).float()
     return weights / weights[usable].mean()
 

@@ -46,8 +46,8 @@ class DenoisingTransition(Choice):
         noise level of the grid."""
 
     def step(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
-        """Returns the result of `coefficients` after a check. Raises UserError unless each coefficient is finite, and
-        0-d or [row]."""
+        """Returns `coefficients` of the same arguments. Raises UserError unless each coefficient is finite, and 0-d or
+        [row]."""
         step = self.coefficients(sigma, sigma_next, sigma_second)
         for name, values in step._asdict().items():
             if values.shape not in (sigma.shape, ()) or not bool(values.isfinite().all()):

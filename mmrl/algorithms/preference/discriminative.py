@@ -67,8 +67,9 @@ class Discriminative(GroupLoss):
     def group_loss(
         self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes the score of the wrong rollouts of a group minus that of its right ones, 0-d. A rollout's score is
-        the mean over its decisions of logp, or of the ratio to the old policy.
+        """Computes the score of the wrong rollouts of a group minus the mean score of its right ones, 0-d. A rollout's
+        score is the mean over its decisions of logp, or of the ratio to the old policy. The wrong rollouts' scores are
+        averaged, or with `tau` combined to a soft maximum.
 
         chosen, rejected: the rows in `micro` of right and wrong rollouts.
         """

@@ -65,6 +65,7 @@ class SoftActorCritic(Algorithm):
         self.actor.prepare(batch)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes temperature x logp - Q of sampled actions and statistics, [rollout, decision]."""
         import torch
 
         values, stats = self.actor.values(micro, replay)

@@ -34,8 +34,8 @@ class Modes(Transform):
         return Needs(offers=frozenset({"text"}))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        """Returns the rewards, [rollout of all ranks], with a bonus for right answers, the larger the fewer right
-        answers of the group are similar."""
+        """Returns the rewards, [rollout of all ranks], plus a bonus for right answers, which is largest for an answer
+        without a similar right answer in its group."""
         from mmrl.core.distances import ngram_similarity
 
         changed, responses = rewards.clone(), batch.responses()

@@ -137,7 +137,8 @@ class StepRing:
         self._remove_unused()
 
     def draw(self, positions: Sequence[int]) -> list[StoredStep]:
-        """Reads the steps at these positions among the eligible ones, oldest first."""
+        """Reads stored steps and returns them in the order of `positions`, their numbers among the eligible steps,
+        counted from the oldest."""
         starts = [0, *accumulate(len(segment.eligible) for segment in self.segments)]
         by_segment: dict[int, list[tuple[int, int]]] = {}
         for i, position in enumerate(positions):

@@ -91,8 +91,8 @@ class TextJudge(TwoWordJudgeReward):
         return sum(value * weight for value, weight in judged) / total if len(judged) == len(verdicts) else None
 
     def _fill_question(self, sample: Sample, criterion: str) -> str | None:
-        """Returns the question with its fields filled in; None if {thinking} or {caption} is in it and the response
-        lacks that. Raises UserError if it contains {gold} and the prompt has no answer."""
+        """Returns the question with its fields filled in; None if it contains {thinking} or {caption} and the response
+        has no such part. Raises UserError if it contains {gold} and the prompt has no answer."""
         gold = sample.prompt.answer
         if "{gold}" in self.question and gold is None:
             raise UserError(

@@ -369,7 +369,8 @@ class VlmPreference(TwoWordJudgeReward):
         return [sum(row) / len(row) if row else None for row in wins]
 
     def _orders(self, sample: Sample, pair: tuple[int, int]) -> list[tuple[int, int]]:
-        """Returns the order or orders in which a pair of rows is shown to the judge: both, or a random one."""
+        """Returns the orders in which the judge sees a pair of rows: (i, j) and (j, i), or with orders="random" one of
+        these, by the seed, the prompt's id and the pair."""
         i, j = pair
         if self.orders == "both":
             return [(i, j), (j, i)]

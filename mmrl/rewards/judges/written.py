@@ -58,6 +58,7 @@ class WrittenScore(JudgeReward):
         self.source, self.max_tokens = source, max_tokens
         super().__init__(**judge)
         verdicts = "|".join([*map(re.escape, self.words)] if self.words else [NUMBER])
+        # the number or word, after brackets and the like, and not as the beginning of a longer one
         self._verdict = re.compile(rf"[\s*\"'\[({{]{{0,16}}({verdicts})(?!\w|\.\d)", re.IGNORECASE)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:

@@ -126,6 +126,7 @@ def parse_objects(text: str) -> list[dict[str, Any]]:
     "bbox_2d"}. Text that does not parse is skipped."""
     objects = [value for match in _OBJECT.findall(text) if (value := _parsed(match)) is not None]
     references = list(_REFERENCE.finditer(text)) if "<" in text else []
+    # the boxes of a label stand between it and the next label
     ends = [*(reference.start() for reference in references[1:]), len(text)]
     for reference, end in zip(references, ends, strict=False):
         objects += [{"label": reference[1], "bbox_2d": list(box)} for box in parse_boxes(text[reference.end() : end])]

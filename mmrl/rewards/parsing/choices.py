@@ -96,7 +96,11 @@ class OptionLetterReader:
 
     def _is_lower_option(self, bracket: str, following: str, is_first: bool, preceding: str) -> bool:
         """Returns whether a lower-case letter is an option: in brackets, first in the answer, or after a noun such as
-        "option"."""
+        "option".
+
+        bracket: the opening bracket before it, or "". following: the word or mark after it. is_first: whether the
+        answer begins with it. preceding: the last characters before it.
+        """
         mark = following.strip()[:1]
         if bracket:
             return mark == ")"
@@ -106,7 +110,7 @@ class OptionLetterReader:
 
 
 def _is_english_word(letter: str, following: str) -> bool:
-    """Returns whether an "A" is an article, or an "I" a pronoun, given the text after it."""
+    """Returns whether a letter "A" is an article, or "I" a pronoun. following: the word or mark after it."""
     word = following.strip().lower()
     if letter.upper() not in "AI" or not word[:1].isalnum():
         return False

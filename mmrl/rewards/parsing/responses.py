@@ -31,7 +31,7 @@ _MATHEMATICS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 def extract_answer(response: str) -> str:
     """Returns the answer of a response, stripped; "" if there is none.
 
-    Thoughts are removed first. Of the rest, the last <answer>...</answer> is taken, if there is one. In that, the last
+    Thoughts are removed first. Of the rest, the last <answer>...</answer> is taken, if there is one. In it, the last
     \\boxed{...} or <|begin_of_box|>...<|end_of_box|> is the answer, else all of the text. Dollar signs or \\text{...}
     around the answer are removed.
     """

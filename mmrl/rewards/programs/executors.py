@@ -148,7 +148,7 @@ def draw_chart(request: Request) -> dict[str, Any]:
     from matplotlib.figure import Figure
 
     Figure.savefig = lambda *_, **__: None  # type: ignore[method-assign]  # files that it saves are not compared
-    plt.close = lambda *_, **__: None  # programs close what they have saved
+    plt.close = lambda *_, **__: None  # programs close figures that they have saved, but these are compared
     with contextlib.redirect_stdout(io.StringIO()):
         _run(request["source"])
     figures = plt.get_fignums()

@@ -140,8 +140,8 @@ def _to_json_types(value: Any) -> Any:
 
 
 def _json_same(text: object, expected: Any, tolerance: float) -> bool:
-    """Returns whether a JSON text is the expected value, with floats within the tolerance. A single value also equals a
-    list of it."""
+    """Returns whether a JSON text is the expected value, with floats within the tolerance. A value also equals a
+    list that holds this value alone."""
     if not isinstance(text, str):
         return False
     try:

@@ -313,8 +313,9 @@ def _image(text: Any, number: int) -> Image.Image:
 
 
 def _pixels(array: np.ndarray, number: int, *, channels_last: bool = False) -> Tensor:
-    """Converts an array to an image [channel, height, width] fp32; uint8 is divided by 255. Raises ValueError for other
-    arrays."""
+    """Converts an array [channel, height, width], or with `channels_last` [height, width, channel], to an image
+    [channel, height, width] fp32; uint8 is divided by 255. number: the sample's, for messages. Raises ValueError for
+    other arrays."""
     if channels_last:
         array = array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
     if array.ndim != 3 or array.shape[0] not in (1, 3) or array.dtype not in (np.uint8, np.float32):

@@ -77,7 +77,8 @@ class IsolatedReward:
         return check_values([answer], [sample], self.failures)[0]
 
     def _call_worker(self, sample: Sample) -> Score | Spans | Failure:
-        """Scores a sample in a worker."""
+        """Scores a sample in a worker. Returns a Failure if the reward raises or takes too long, or if the worker
+        ends."""
         try:
             worker = self._fork_server.acquire()
             answer = worker.call(sample, self.deadline_s)

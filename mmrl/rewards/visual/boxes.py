@@ -35,6 +35,7 @@ def box_iou(
 
     threshold: if set, the reward is 1 if the IoU reaches it, else 0. No box, or a box without area, gets 0. The gold
     answer is one box or a list of them, [] if there is nothing to find; the reward is None for any other gold answer.
+    coordinates, answers: conventions of the response and of the gold boxes; resize: see `CoordinatePair`.
     """
     return _box_reward(iou, 0.0, threshold, CoordinatePair(coordinates, answers, resize))
 
@@ -46,8 +47,8 @@ def box_giou(
     answers: str = "pixels",
     resize: Mapping[str, int] | None = None,
 ) -> Reward:
-    """Builds the reward `box_iou` with the generalised IoU, -1 to 1 (Rezatofighi et al. 2019, arXiv:1902.09630); no box
-    gets -1."""
+    """Builds the reward `box_iou`, with the same options, but the generalised IoU, -1 to 1 (Rezatofighi et al. 2019,
+    arXiv:1902.09630); no box gets -1."""
     return _box_reward(giou, -1.0, threshold, CoordinatePair(coordinates, answers, resize))
 
 
@@ -92,7 +93,7 @@ def boxes_matched(
     The sum is divided by the larger number of boxes, so that too many and too few boxes both cost. match: hungarian
     takes the best one-to-one pairs; sinkhorn weighs all pairs (entropic optimal transport with `epsilon`), so that a
     box near two gold boxes gets something from both. The gold answer is a list of boxes, [] if there is nothing to
-    find; the reward is None if it is not.
+    find; the reward is None if it is not. Other options: as for `box_iou`.
     """
     if match not in ("hungarian", "sinkhorn"):
         raise ValueError(f"match must be hungarian or sinkhorn, not {match!r}")
@@ -135,7 +136,7 @@ def labelled_boxes(
     The sum is divided by the larger number of objects. threshold: if set, a pair counts 1 if its IoU reaches it, else
     0. The response has JSON objects such as {"bbox_2d": [x1, y1, x2, y2], "label": "cat"} in its answer.
     whole_response: they may be anywhere in the response, also in steps of the reasoning. The gold answer is a list of
-    such objects, [] if there is nothing to find; the reward is None if it is not.
+    such objects, [] if there is nothing to find; the reward is None if it is not. Other options: as for `box_iou`.
     """
     pair = CoordinatePair(coordinates, answers, resize)
 
@@ -169,7 +170,7 @@ def average_precision(
 
     Labelled boxes are as for `labelled_boxes`. They are ranked by their "score", highest first, or in the order in
     which they stand if any has no score. A label that is not in the gold answer has a precision of 0, so that naming
-    all labels does not pay.
+    all labels does not pay. Other options: as for `box_iou`.
     """
     pair = CoordinatePair(coordinates, answers, resize)
 

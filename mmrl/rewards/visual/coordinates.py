@@ -31,7 +31,8 @@ class Resize:
     max_pixels: int = 12845056
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the width and the height after the resize."""
+        """Returns the width and the height after Qwen2-VL's smart resize: the nearest multiples of `factor`, scaled
+        together if their area is not in min_pixels..max_pixels."""
         sides = [max(self.factor, round(side / self.factor) * self.factor) for side in (width, height)]
         area = width * height
         if sides[0] * sides[1] > self.max_pixels:

@@ -31,7 +31,8 @@ def point_inside(
     """Builds a reward: 1 if the last point of the answer lies in the gold box, else 0.
 
     spread: a fraction of the image's sides; if set, a point outside gets exp(-d^2 / (2 spread^2)) for its distance d
-    from the box. No point gets 0; the reward is None if the gold answer is not one box.
+    from the box. No point gets 0; the reward is None if the gold answer is not one box. coordinates, answers:
+    conventions of the response and of the gold box; resize: see `CoordinatePair`.
     """
     if spread is not None and spread <= 0:
         raise ValueError(f"spread must be positive, not {spread}")
@@ -63,7 +64,7 @@ def interface_action(
     The answer is one JSON object, such as {"action": "click", "coordinate": [x, y]} or {"action": "type", "text":
     "hello"}. The gold answer has "action", and "box" [x1, y1, x2, y2] for actions at a position, or "text", which is
     compared by the F1 of its words. Position and text count only if the action is right. None if the gold answer is not
-    such an object.
+    such an object. Other options: as for `point_inside`.
     """
     if not 0 <= kind_weight <= 1:
         raise ValueError(f"kind_weight must lie in 0 .. 1, not {kind_weight}")
@@ -88,7 +89,7 @@ def region_iou(
     polygon, a list of [x, y].
 
     It is computed on a grid of 256 x 256. Fewer than three points get 0; the reward is None if the gold answer has
-    fewer.
+    fewer. The options are those of `point_inside`.
     """
     pair = CoordinatePair(coordinates, answers, resize)
 

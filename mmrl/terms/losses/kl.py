@@ -348,8 +348,8 @@ class KL(Term):
     def _weighted(
         weighting: KLWeighting, values: Tensor, kl: Tensor, micro: Rollouts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Multiplies the values and the metric [rollout, decision] by the weights that `prepare` stored; the metric is
-        NaN (left out) where the weight is 0."""
+        """Returns the values [rollout, decision] times the weights that `prepare` stored, and as the metric the
+        divergence `kl`, NaN (left out) where the weight is 0."""
         import torch
 
         from mmrl.rollouts import DecisionColumn

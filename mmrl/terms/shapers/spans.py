@@ -193,7 +193,7 @@ class SpanProgress(SpanCredit):
 
     def _features(self, texts: list[str], row: int, batch: Batch) -> Tensor:
         """Returns the hashed word counts of the prompt and of each span, and the span's relative position, [span,
-        feature]."""
+        feature]. texts: those of the spans of rollout `row`."""
         import torch
 
         from mmrl.core.values import word_counts
