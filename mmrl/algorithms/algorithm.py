@@ -248,7 +248,8 @@ class Algorithm(Choice):
         return reduction(values if replay.weight is None else values * replay.weight), stats
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
-        """Computes this micro-batch's contribution to `Reduction.totals`, 0-d each."""
+        """Computes this micro-batch's contribution to `Reduction.totals`, the sums over an optimizer step by which the
+        loss is divided; 0-d each."""
         from mmrl.core.reduce import denominator
 
         return {"decisions": denominator(micro.mask, mode=self.reduce_mode, segments=self.segments(micro))}

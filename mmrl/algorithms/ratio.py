@@ -58,6 +58,7 @@ class RatioAlgorithm(RewardedAlgorithm):
 
     @property
     def base_needs(self) -> Needs:
+        """The old log-probabilities, the surrogate's needs, and what `ratio` and `level` need of the policy."""
         needs = Needs(old=True) | self.surrogate.needs
         if self.ratio == "normalised":
             needs |= Needs(offers=frozenset({"gaussian", "step_density"}))

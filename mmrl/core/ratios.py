@@ -33,7 +33,11 @@ def log_ratio(
 def aggregate_log_ratio(
     log_ratio: Tensor, mask: Tensor, *, level: str = "decision", segments: Tensor | None = None
 ) -> Tensor:
-    """Averages log-ratios of decisions [B, T] over segments or rollouts and clamps them, as `log_ratio` does."""
+    """Averages log-ratios of decisions and clamps them to +-20. Returns [B, T], 0 outside the mask.
+
+    log_ratio, mask: [B, T]. level: decision (no average), segment or sequence (the rollout); the mean is repeated for
+    each decision. segments: [B, T], the segment ids of level "segment".
+    """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}; got {level!r}")
     mask = mask.bool()

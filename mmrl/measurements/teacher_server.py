@@ -102,7 +102,12 @@ class TeacherServer:
                 yield row, self._parse(choice.get("prompt_logprobs"), prompt, response, count)
 
     def _choices(self, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
-        """Returns the choices of the reply, one per prompt. Raises UserError if some are missing."""
+        """Requests the log-probabilities of prompts' tokens. Returns the choices of the reply, one per prompt.
+
+        prompts: token ids. count: number of the likeliest alternatives to report at each position. Raises UserError if
+        choices are missing.
+        """
+        # only prompt_logprobs is used, not the one token that is generated
         body = {"model": self.model, "prompt": prompts, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": count}
         choices = self._post("v1/completions", body).get("choices")
         indices = [choice.get("index") for choice in choices] if isinstance(choices, list) else []

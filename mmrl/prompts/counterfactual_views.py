@@ -77,6 +77,7 @@ class HiddenRegions(View):
         first_images = [prompt.seen_images[0], *prompt.images[:1]]  # the first image, in both places that hold it
 
         def hidden(image: Image.Image) -> Image.Image:
+            """Returns the image with the boxes blacked out if it is the prompt's first image, else the image itself."""
             if not any(image is first_image for first_image in first_images):
                 return image
             covered = image.convert("RGB")  # a copy
@@ -142,7 +143,7 @@ class ShuffledFrames(RandomView):
         rng = self.generator(prompt)
 
         def random_order(num_frames: int) -> list[int]:
-            """Returns a permutation other than the identity."""
+            """Returns a random permutation of the frames' indices; not the identity, unless there is a single frame."""
             order = list(range(num_frames))
             while num_frames > 1 and order == sorted(order):
                 order = rng.permutation(num_frames).tolist()

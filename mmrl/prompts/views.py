@@ -107,6 +107,7 @@ class MaskedPatches(RandomView):
         rng = self.generator(prompt)
 
         def masked(image: Image.Image) -> Image.Image:
+            """Returns the image with random patches blacked out."""
             # rounded up: patches at the right and at the bottom may be cut off
             rows, columns = (-(-size // self.patch) for size in (image.height, image.width))
             is_black = (rng.random((rows, columns)) < self.share).repeat(self.patch, 0).repeat(self.patch, 1)

@@ -178,7 +178,7 @@ def _watch_parent() -> None:
     seconds of the end of its parent. Otherwise it would outlive the run, with all of its memory."""
     # The parent's id from before the fork: if the parent has ended by now, os.getppid() is the id of another process.
     parent, _PROCESS[0] = _PROCESS[0], os.getpid()
-    if threading.get_ident() in _SERVING:
+    if threading.get_ident() in _SERVING:  # the thread that forked runs a user's code
         threading.Thread(target=_exit_after_parent, args=(parent,), daemon=True).start()
 
 

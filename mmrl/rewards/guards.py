@@ -23,7 +23,8 @@ _LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
 
 
 def out_of_gamut(images: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Returns the share of each image's values outside [-tolerance, 1 + tolerance]; NaN counts as outside."""
+    """Returns the share of values outside [-tolerance, 1 + tolerance] in each of images [rollout, channel, height,
+    width], [rollout]; NaN counts as outside."""
     inside = (images >= -tolerance) & (images <= 1 + tolerance)
     return 1 - inside.flatten(1).float().mean(1)
 
@@ -31,7 +32,8 @@ def out_of_gamut(images: Tensor, tolerance: float = 0.0) -> Tensor:
 def sharpness(images: Tensor) -> Tensor:
     """Returns the population variance of L = up + down + left + right - 4 centre of the luma, over the inner pixels.
 
-    A reward that is hacked by blur lowers it, one hacked by noise raises it. Raises ValueError below 3 x 3 pixels.
+    images: [rollout, channel, height, width] in 0..1; returns [rollout]. A reward that is hacked by blur lowers it, one
+    hacked by noise raises it. Raises ValueError below 3 x 3 pixels.
     """
     if min(images.shape[2:]) < 3:
         raise ValueError(f"sharpness needs images of at least 3 x 3 pixels, not {tuple(images.shape[2:])}")
@@ -43,7 +45,8 @@ def diversity(images: Tensor, group: Tensor) -> Tensor:
     """Returns the mean distance of each image to the others of its group: d_i = mean over j of sqrt(mean over values of
     (x_i - x_j)^2). It is 0 if all are equal.
 
-    group: [rollout] integers. NaN for a rollout that is alone in its group.
+    images: [rollout, channel, height, width] in 0..1; group: [rollout] integers. Returns [rollout], NaN for a rollout
+    that is alone in its group.
     """
     pixels = images.float().clamp(0, 1).flatten(1)
     result = pixels.new_full((len(pixels),), torch.nan)
@@ -58,7 +61,8 @@ def diversity(images: Tensor, group: Tensor) -> Tensor:
 
 
 def motion(videos: Tensor) -> Tensor:
-    """Returns the mean absolute difference of neighbouring frames; 0 for one frame."""
+    """Returns the mean absolute difference of neighbouring frames, [rollout]; 0 for one frame. videos: [rollout, frame,
+    channel, height, width] in 0..1."""
     pixels = videos.float().clamp(0, 1)
     if pixels.shape[1] < 2:
         return pixels.new_zeros(len(pixels))
@@ -66,14 +70,16 @@ def motion(videos: Tensor) -> Tensor:
 
 
 def static(videos: Tensor, least: float = 0.01) -> Tensor:
-    """Returns 1 if a video stands still, that is, if its `motion` is below `least`, else 0. Rewards of single frames
-    may favour such videos."""
+    """Returns 1 if a video stands still, that is, if its `motion` is below `least`, else 0, [rollout].
+
+    Rewards of single frames may favour such videos. videos: as for `motion`.
+    """
     return (motion(videos) < least).float()
 
 
 def flicker(videos: Tensor) -> Tensor:
-    """Returns the mean absolute second difference in time of the frames' brightness: light that comes and goes. It is 0
-    for fewer than three frames."""
+    """Returns the mean absolute second difference in time of the frames' brightness, [rollout]: light that comes and
+    goes. It is 0 for fewer than three frames. videos: [rollout, frame, channel, height, width] in 0..1."""
     pixels = videos.float().clamp(0, 1)
     if pixels.shape[1] < 3:
         return pixels.new_zeros(len(pixels))
@@ -87,15 +93,15 @@ def brightness(images: Tensor) -> Tensor:
 
 
 def saturation(images: Tensor) -> Tensor:
-    """Returns the mean of HSV's saturation, (max - min) / max over the channels, 0 where max is 0; 0 for one
-    channel."""
+    """Returns the mean of HSV's saturation, (max - min) / max over the channels, 0 where max is 0; 0 for one channel.
+    images: [rollout, channel, height, width] in 0..1; returns [rollout]."""
     pixels = images.float().clamp(0, 1)
     high, low = pixels.amax(1), pixels.amin(1)
     return ((high - low) / high.where(high > 0, torch.ones_like(high))).flatten(1).mean(1)
 
 
 def _luma(images: Tensor) -> Tensor:
-    """Returns the luma [rollout, height, width] of images."""
+    """Returns the luma [rollout, height, width] of images [rollout, channel, height, width] with 1 or 3 channels."""
     pixels = images.float().clamp(0, 1)
     if images.shape[1] == 1:
         return pixels[:, 0]

@@ -157,8 +157,7 @@ class Window(Choice):
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
         """Returns the index of the window's first step among the `usable` steps.
 
-        steps: of the whole chain. iteration: the training step. seed: the group's first
-        seed.
+        steps: number of steps of the whole chain. iteration: the training step. seed: the group's first seed.
         """
 
 
@@ -223,8 +222,8 @@ class Sliding(Window):
         return self.size
 
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
-        """Returns the window's start in training step `iteration`, if it stays at each start for as many training steps
-        as the equation says, and then begins again at 0."""
+        """Returns the window's start in training step `iteration`. It stays at start t for `every` training steps times
+        exp(-decay (t - threshold)) from `threshold` on, and after the last start begins again at 0."""
         starts = range(0, usable - self.size + 1, self.stride)
         durations = [max(1, round(self.every * math.exp(-self.decay * max(0, t - self.threshold)))) for t in starts]
         remaining = iteration % sum(durations)

@@ -33,8 +33,11 @@ class SequenceEntropy(Transform):
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        """Returns beta_1 r, for right rollouts plus beta_2 times a share by their mean entropy, for wrong ones minus
-        beta_2 times a share by its reciprocal; [rollout of all ranks]. Shares of a group have the mean 1."""
+        """Returns beta_1 r + beta_2 w for right rollouts, beta_1 r - beta_2 w for wrong ones, [rollout of all ranks].
+
+        w is proportional to the rollout's mean entropy if it is right, to the reciprocal if it is wrong, with mean 1
+        over the right and over the wrong rollouts of a group.
+        """
         changed, entropy = rewards.clone(), batch.column("entropy").clamp(min=1e-6)
         for selected, sign, raw_weight in (
             (rewards > self.threshold, 1.0, entropy),

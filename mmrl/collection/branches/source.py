@@ -152,7 +152,7 @@ def take_unused(members: Rollouts, points: list[Point], used: set[State], max_po
         if len(selected) == max_points:
             break
         node = int(members.nodes[row][members.mask[row]][length - 1])
-        state = (int(members.group[row]), node, length)
+        state = (int(members.group[row]), node, length)  # the same for all rollouts that share these decisions
         if state not in used:
             used.add(state)
             selected.append((row, length))

@@ -124,8 +124,9 @@ class StepRing:
         return sum(len(segment.eligible) for segment in self.segments)
 
     def add(self, episodes: Sequence[Trajectory], outcomes: Sequence[float]) -> None:
-        """Writes the episodes of a training step. outcomes: the task's reward for each. Raises UserError if the
-        file cannot be written."""
+        """Writes the episodes of a training step to a new file. Drops the oldest files as long as the files before the
+        new one hold `size` steps or more. outcomes: the task's reward for each episode. Raises UserError if the file
+        cannot be written."""
         number, self.next = self.next, self.next + 1
         if not episodes:
             return

@@ -87,7 +87,8 @@ class ImageReward:
             encoder_hidden_states=image_states,
             encoder_attention_mask=torch.ones(image_states.shape[:2], dtype=torch.long, device=pixels.device),
         )
-        return (self.head(outputs.last_hidden_state[:, 0]).squeeze(-1) - MEAN) / STD
+        first_token = outputs.last_hidden_state[:, 0]  # [CLS], which stands for the pair of prompt and image
+        return (self.head(first_token).squeeze(-1) - MEAN) / STD
 
 
 def _processor(size: int) -> Any:

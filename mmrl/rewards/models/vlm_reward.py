@@ -71,7 +71,8 @@ class VlmReward:
         self.model = _model(model, state, len(self.processor.tokenizer), dtype)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores samples. Raises UserError for one without an image or a video, or without the source."""
+        """Scores samples, BATCH_SIZE at once; None for an image or video with NaN or inf. Raises UserError for a sample
+        without an image or a video, or without the source image if `source` is set."""
         scores: list[Score] = [None] * len(samples)
         finite = [row for row, sample in enumerate(samples) if bool(_generated(sample).isfinite().all())]
         for first in range(0, len(finite), BATCH_SIZE):

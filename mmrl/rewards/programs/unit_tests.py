@@ -52,7 +52,8 @@ class UnitTests(ProgramReward):
             [{"source": extract_program(samples[row]), tests[row][0]: tests[row][1]} for row in rows]
         )
         for row, answer in zip(rows, answers, strict=True):
-            scores[row] = self._pass_rate(answer, tests[row][2], printed=tests[row][0] == "inputs")
+            kind, _, expected = tests[row]
+            scores[row] = self._pass_rate(answer, expected, printed=kind == "inputs")
         return scores
 
     def _pass_rate(self, answer: Mapping[str, Any], expected: list[Any], *, printed: bool) -> float:

@@ -116,6 +116,7 @@ class RewardService(Service):
         self.facts = self.reward.scope if isinstance(self.reward, BatchReward) else "sample"
 
     def answer(self, request: list[Sample]) -> list[Score | Spans]:
+        """Returns the score or the spans of each sample, as numbers of Python."""
         if isinstance(self.reward, BatchReward):
             values = list(self.reward.score(request))
         else:

@@ -163,8 +163,8 @@ def pickscore(*, model: str, processor: str | None = None, scale: float = 1.0, d
     arXiv:2305.01569).
 
     model: a folder or hub name for transformers, such as yuvalkirstain/PickScore_v1. processor: the folder or hub name
-    of the preprocessing, if `model` has none, such as laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: Flow-GRPO uses 26,
-    for scores near 1.
+    of the preprocessing, if `model` has none, such as laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: divisor of
+    the score; Flow-GRPO uses 26, for scores near 1.
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")

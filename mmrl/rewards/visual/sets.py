@@ -82,7 +82,7 @@ class SetDistance:
 
     @torch.no_grad()
     def _features_of(self, images: Tensor) -> Tensor:
-        """Computes features, [image, d] fp32 on the CPU."""
+        """Computes the features of images [image, channel, height, width], [image, d] fp32 on the CPU."""
         device = device_of(self.device)
         if isinstance(self._features, nn.Module):
             self._features.eval().to(device)

@@ -38,7 +38,7 @@ def brisque() -> Reward:
                 f"brisque needs images of at least {MIN_SIDE} x {MIN_SIDE} pixels, not {tuple(image.shape[1:])}"
             )
         pixels = np.asarray(as_pil(image))
-        if (pixels == pixels[0, 0]).all():
+        if (pixels == pixels[0, 0]).all():  # a single colour has no statistics of natural scenes
             return None
         score = 1 - float(model.score(pixels)) / 100
         return score if math.isfinite(score) else None

@@ -47,6 +47,7 @@ class DoubtBonus(AdvantageBonus):
     kappa: float = option(2.0, "the bonus is at most |A| / kappa", gt=1)
 
     def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns alpha H, at most |advantage| / kappa, so that no advantage changes its sign (kappa > 1)."""
         return (self.alpha * old_entropy(batch)).minimum(advantages.abs() / self.kappa)
 
 
