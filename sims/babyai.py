@@ -75,6 +75,8 @@ class Levels(gymnasium.Env):
         return self._world.unwrapped
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Starts the first random world, from `seed` on, whose instruction belongs to options["task"]. Without a seed
+        the environment becomes idle: steps change nothing until the next reset with a seed."""
         if seed is None and self._last:
             self._idle = True
             return self._last, {}
@@ -99,7 +101,7 @@ class Levels(gymnasium.Env):
         world = self.unwrapped
         ahead = tuple(world.front_pos)
         observation, reward, terminated, truncated, info = self._world.step(int(action))
-        if self._around:  # an action changes no other square
+        if self._around:  # an action changes at most the square ahead of the agent
             thing = world.grid.get(*ahead)
             self._codes[ahead] = EMPTY if thing is None else thing.encode()
         solved = bool(terminated and float(reward) > 0)
@@ -234,6 +236,7 @@ def _world(level: str) -> gymnasium.Env:
     """Makes the environment of a level. Raises UserError if there is none of this name."""
     name = f"BabyAI-{level}-v0"
     if name not in gymnasium.registry:
+        # names without "BabyAI-" and "-v0"
         levels = ", ".join(sorted(i[7:-3] for i in gymnasium.registry if i.startswith("BabyAI-")))
         raise UserError(f"babyai: unknown level {level!r}; known: {levels}")
     return gymnasium.make(name, disable_env_checker=True)

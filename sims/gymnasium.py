@@ -93,6 +93,8 @@ class GymnasiumSimulator:
         self.image_shape, self.state_dim = images.shape[1:], states.shape[1]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        """Starts an episode in each of `rows`, with its seed and task. Returns their first observations, and an error
+        for all rows if an environment raised."""
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
         try:
             for task in dict.fromkeys(tasks):
@@ -107,6 +109,8 @@ class GymnasiumSimulator:
         return out
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        """Executes a chunk of actions [row, chunk, action] in `rows`. Returns observations, rewards and ends of
+        episodes, and an error for all rows if an environment raised."""
         if missing := [row for row in rows if not self._running[row]]:
             raise UserError(
                 f"gymnasium steps all environments at once, but {missing} were inactive in an earlier step; reset them"
@@ -128,6 +132,8 @@ class GymnasiumSimulator:
         return self._instructions[self._task[row]] if self._mission is None else self._missions[row]
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        """Returns the expert's next action in each of `rows`, [row, 1, action]. Raises UserError if there is no expert,
+        or if `length`, the number of actions to plan, is not 1."""
         vector = self._env.unwrapped
         if self._make_expert is None or not isinstance(vector, SyncVectorEnv):
             raise UserError("this gymnasium environment has no expert; set task.options.expert, with a SyncVectorEnv")
@@ -181,7 +187,7 @@ class GymnasiumSimulator:
             ended = np.flatnonzero(self._needs_reset).tolist()  # such environments must not be stepped
             running = self._running.copy()
             self._restart(ended, [None] * len(ended), self._task[ended[0]] or self.tasks[0])
-            self._running = running
+            self._running = running  # the rows that were reset have no episode: they are only stepped along
         all_actions = np.zeros((self.count, self.action_dim))
         all_actions[rows] = actions
         executed = self._converter.to_env(all_actions)

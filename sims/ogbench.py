@@ -84,6 +84,8 @@ class OGBench:
         self._renderer: Renderer | None = None  # one for all: their models have the same meshes
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        """Starts an episode in each of `rows`, with its seed and task. Returns their first observations, and the error
+        of each row that failed."""
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
         def start(i: int, row: int) -> None:
@@ -96,6 +98,8 @@ class OGBench:
         return self._rows.each(rows, out, start)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        """Executes a chunk of actions [row, chunk, action] in `rows`. Returns observations, rewards and ends of
+        episodes, and the error of each row that failed."""
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
 
         def move(i: int, row: int) -> None:
@@ -108,6 +112,8 @@ class OGBench:
         return self._rows[row].instruction(self._sides)
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        """Returns the expert's next action in each of `rows`, [row, 1, 5]. Raises UserError if `length`, the number of
+        actions to plan, is not 1."""
         if length != 1:
             raise UserError(
                 f"OGBench's experts plan one action at a time; length (action.chunk) must be 1, not {length}"

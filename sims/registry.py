@@ -86,7 +86,7 @@ def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
     """Makes a simulator in this process, without the vector interface. Arguments and errors as in `build`; any other
     error while it is made is raised as a UserError."""
     simulator = _load(name)
-    names = list(inspect.signature(simulator).parameters)[1:]
+    names = list(inspect.signature(simulator).parameters)[1:]  # without the first, the number of rows
     for key in options:
         if key not in names:
             valid = ", ".join(names) or "none"
@@ -101,6 +101,7 @@ def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
 
 def resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all options of a simulator, with the defaults of those that are not set. Raises UserError as `build`."""
+    # without the first parameter, the number of rows
     parameters = list(inspect.signature(_load(name)).parameters.values())[1:]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     return defaults | dict(options)

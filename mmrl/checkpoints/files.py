@@ -77,7 +77,7 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
 def commit(pending: Path, target: Path) -> None:
     """Flushes the folder `pending` to the disk and renames it to `target`, replacing a folder of that name. After a
     crash `target` is complete or absent (see `restore`). Files get the modes of the user's umask."""
-    mask = os.umask(0)
+    mask = os.umask(0)  # the umask can be read only by setting another one
     os.umask(mask)
     for path in [*pending.rglob("*"), pending]:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)  # safetensors writes its files for the owner alone

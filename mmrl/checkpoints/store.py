@@ -144,6 +144,7 @@ def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> P
     Newer ones that are damaged are reported by `say` and renamed. A collective; ranks divide the reading of files.
     Raises UserError if there are checkpoints and none of them is intact.
     """
+    # the checkpoints that rank 0 sees, newest first
     candidates = [folder / name for name in engine.gather([path.name for path in files.list_finished(folder)])[0][::-1]]
     damaged: list[Path] = []
     for path in candidates:
@@ -223,6 +224,7 @@ def load(path: Path, engine: Engine) -> dict[str, Any]:
     before, ranks = layout["zero_stage"], layout["ranks"]
     engine.load(path, before, ranks)
     with weights_only(path):
+        # If there are more ranks than before, several read the same file.
         rank = torch.load(path / f"rank-{engine.rank % ranks}.pt")
         torch.set_rng_state(rank["random"])
         if (before, ranks) == (engine.zero_stage, engine.world):
@@ -263,8 +265,9 @@ def redealt(pending: list[dict[str, Any]], engine: Engine, path: Path) -> dict[s
 
 
 def dealt(pools: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
-    """Distributes the unfinished groups of several ranks (`Pool.state`) over `world` ranks, oldest first. Returns the
-    state of the pool of `rank`."""
+    """Distributes the unfinished groups of several ranks over `world` ranks, oldest first. Returns the share of `rank`.
+    pools: for each earlier rank a mapping (`Pool.state`) of lists, each of which holds the same number of entries for
+    every group, group by group; "positions" has one entry for a group, smaller ones are older."""
     columns: dict[str, list[Any]] = {name: [] for name in pools[0]}
     for pool in pools:
         for name, column in pool.items():
@@ -281,7 +284,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """Raises UserError for the first key that differs between two configurations and must not change within a run.
-    saved: of the checkpoint `path`. now: of the current run."""
+    saved: the configuration in the checkpoint `path`. now: that of the current run."""
     permitted = set((now.get("checkpoint") or {}).get("may_change") or ())
     for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
         fixed = resume_obstacle(key, before, after)

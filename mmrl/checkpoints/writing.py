@@ -50,6 +50,7 @@ class Writing:
             self._thread.shutdown()
 
     def _write(self, state: object, path: Path) -> None:
+        """Writes a file and records its checksum. Stores an error in `problem`, after which nothing more is written."""
         if self.problem is not None:
             return
         try:

@@ -53,6 +53,7 @@ class OnThisHost:
     log: Path | None = None
 
     def __call__(self, service: str) -> Started:
+        """Starts the process. Returns it, and the pair of sockets whose other end it has."""
         pair = Pair()
         environment = devices.without_launcher(dict(os.environ)) | module_path(self.python) | dict(self.environment)
         with pair.theirs as theirs:
@@ -70,6 +71,7 @@ class OnCluster:
     log: Path | None = None
 
     def __call__(self, service: str) -> Started:
+        """Requests resources and starts the process on them. Returns it, and the listener that it connects to."""
         listener, process = Listener(self.cluster.host), self.cluster.allocate(gpus=self.gpus, log=self.log)
         host, port = listener.address
         # -E: another interpreter must not use PYTHONPATH, which has the packages of Ray's interpreter.

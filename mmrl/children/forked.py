@@ -105,7 +105,7 @@ def _end_with_socket(control: socket.socket, ends: bool) -> None:
     fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC if ends else flags & ~os.O_ASYNC)
     poll = select.poll()
     poll.register(control, 0)
-    if ends and poll.poll(0):
+    if ends and poll.poll(0):  # the other end was closed before the kernel watched the socket
         os._exit(0)
 
 

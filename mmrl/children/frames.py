@@ -115,7 +115,7 @@ class MessageWriter:
     def part(self, value: object) -> object:
         """Returns the JSON tree of bytes, an array, a dataclass, a tensor or an image."""
         if type(value) is bytes:
-            return {"bytes": ["", [], *self.put(value)]}
+            return {"bytes": ["", [], *self.put(value)]}  # in place of dtype and shape, which bytes lack
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject:
                 raise TypeError("an array of Python objects")

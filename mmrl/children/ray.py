@@ -223,6 +223,7 @@ class RayActor:
         return self.result
 
     def _run(self, python: str | None, arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
+        """Runs `python ARGUMENTS` to its end. Returns the return code and the last TAIL bytes of the output."""
         with tempfile.NamedTemporaryFile() as file:
             command = [sys.executable, "-m", "mmrl.children.ray", python or sys.executable, *arguments]  # see `guard`
             self.process = LocalProcess(command, os.environ | environment, log=Path(file.name))

@@ -169,7 +169,7 @@ def script_settings(text: str) -> Settings:
 
     source: Settings = {}
     for key, value in re.findall(r"^\s*\+*([a-z_]+(?:\.\w+)+)=(.*?)\s*\\?$", text, re.MULTILINE):
-        tokens = shlex.split(fill_variables(fill_variables(value)))
+        tokens = shlex.split(fill_variables(fill_variables(value)))  # twice: a variable may contain another one
         source[key] = yaml.safe_load(tokens[0]) if tokens else None
     return {key: number(value) for key, value in source.items()}
 
@@ -252,6 +252,7 @@ def term_rule(name: str) -> Rule:
 
 
 def set_estimator(value: str, converted: Converted, source: Settings) -> None:
+    """Sets baseline and scale from the name of the advantage estimator. Raises UserError for an unknown one."""
     if value not in ("grpo", "rloo"):
         raise UserError(f"adv_estimator={value} cannot be converted; choose grpo or rloo")
     if value == "rloo":
@@ -262,6 +263,7 @@ def set_estimator(value: str, converted: Converted, source: Settings) -> None:
 
 
 def set_dynamic_sampling(value: bool, converted: Converted, source: Settings) -> None:
+    """Enables dynamic sampling if the value is true, with the bounds on a group's accuracy."""
     if value:
         low, high = source.get("data.accuracy_lower_bound", 0.0), source.get("data.accuracy_upper_bound", 1.0)
         converted.settings["rollout.dynamic_sampling"] = {"low": low, "high": high}

@@ -109,6 +109,7 @@ def shell_settings(text: str, folder: Path) -> Settings:
     joined = re.sub(r"\\\s*\n", " ", text)
     lines = [line for line in joined.splitlines() if not line.lstrip().startswith("#")]
     variables = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall("\n".join(lines))}
+    # filled in twice, since a variable may contain another one
     commands = [_arguments(_fill_variables(_fill_variables(line, variables), variables)) for line in lines]
     settings = max(commands, key=len, default={})
     config_file = settings.pop("config", None)

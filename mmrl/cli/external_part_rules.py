@@ -324,6 +324,7 @@ def set_run_dir(value: Any, converted: Converted, source: Settings) -> None:
 
 
 def set_wandb(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets log.wandb to the name of the project if wandb is among the loggers."""
     if "wandb" in (value if isinstance(value, list) else str(value)):
         converted.settings["log.wandb"] = str(get_setting(source, "project_name", default="mmrl"))
 

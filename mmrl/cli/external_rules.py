@@ -195,12 +195,14 @@ def set_global_std(value: Any, converted: Converted, source: Settings) -> None:
 
 
 def set_loss_reduction(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the reduction of the loss from verl's loss_agg_mode. Raises UserError for an unknown one."""
     if value not in REDUCTIONS:
         raise UserError(f"loss_agg_mode={value} cannot be converted; choose one of {', '.join(REDUCTIONS)}")
     converted.settings["algorithm.reduce"] = REDUCTIONS[value]
 
 
 def set_loss_type(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the reduction of the loss from TRL's loss_type; one that mmrl does not have goes to the unmatched keys."""
     if value in LOSS_TYPES:
         converted.settings |= LOSS_TYPES[value]
     else:
@@ -247,6 +249,7 @@ def add_kl_loss(value: Any, converted: Converted, source: Settings) -> None:
 
 
 def set_kl_in_reward(value: Any, converted: Converted, source: Settings) -> None:
+    """Adds a KL penalty on rewards if the value is true, with the coefficient of kl_ctrl."""
     if value:
         coefficient = float(get_setting(source, "kl_ctrl.kl_coef", default=1e-3))
         converted.settings["algorithm.transforms"] = [{"type": "kl_penalty", "kl": {"coefficient": coefficient}}]

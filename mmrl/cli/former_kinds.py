@@ -70,6 +70,7 @@ class Rewriter:
         if isinstance(node, SequenceNode):
             for item, child in zip(node.value, value, strict=True):
                 yield from self.edits(item, child, key)
+                # the first choice replaces the item, further ones follow it
                 yield from self._insert_items(node, item, _current_trees(child, key)[1:])
         elif not (current := _current_trees(value, key)):
             values = {str(name): child for name, child in value.items()} if isinstance(value, dict) else {}

@@ -28,6 +28,7 @@ def main() -> None:
         properties = torch.cuda.get_device_properties(ranks.device)
         gpu = {"gpu": str(properties.uuid), "name": properties.name}
     identities = ranks.gather({**gpu, "host": os.uname().nodename, "process": os.getpid()})
+    # 2^18 numbers of 4 bytes are a mebibyte; rank r sends the number r + 1
     value = torch.full((mebibytes * 2**18,), float(ranks.rank + 1), device=ranks.device)
     total = ranks.sum(value[:8])
     expected = ranks.world * (ranks.world + 1) / 2

@@ -64,6 +64,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Clips the gradient's norm to `clip_grad_norm` (0: no clipping) and takes a step. Without a finite norm it
+        sets `overflow` and takes none. If `clip_grad_norm` is None, ZeRO does all this."""
         if self.clip_grad_norm is not None:
             parameters = [p for group in self.param_groups for p in group["params"]]
             norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -371,6 +373,7 @@ class Engine(Ranks):
     def frozen_digest(self) -> str:
         """Returns a checksum of the weights that are not trained, the same on all ranks and for all ZeRO stages. The
         first call is a collective."""
+        # the 0: stack needs at least one tensor
         sums = self.sum(torch.stack([torch.tensor(0), *(self._sum_bits(p) for p in self._frozen)]))
         return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
 

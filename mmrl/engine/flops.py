@@ -63,6 +63,8 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
+        """Runs an operation of PyTorch, and adds its floating-point operations to `pairs` or `weights`. What runs in a
+        backward pass is not counted."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = func._overloadpacket
@@ -204,6 +206,8 @@ class Meter(ABC):
             self._end()
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins a call with these inputs: enters a counter, unless `begin` returns None. Does nothing inside another
+        metered call of this thread, and in a backward pass."""
         thread = threading.get_ident()
         if in_backward() or thread in self._threads:
             return
@@ -214,6 +218,7 @@ class Meter(ABC):
             opened[0].__enter__()
 
     def _end(self) -> None:
+        """Ends the call of this thread that `_begin` began, and passes its counter on."""
         thread = threading.get_ident()
         if in_backward() or thread not in self._open:
             return
@@ -234,6 +239,8 @@ class CallMeter(Meter):
         self._of_row: dict[tuple[object, ...], dict[int, Flops]] = {}  # by shapes without rows, then by rows
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[FlopCounter], None] | None:
+        """Adds the operations of a call whose input shapes were counted before, and returns None. For new shapes,
+        returns the function that adds and stores the count."""
         tensors = tensors_of((args, kwargs))
         rows = max(1, len(tensors[0]))
         shapes = (tuple(t.shape[1:] if t.shape[:1] == (rows,) else t.shape) for t in tensors)
@@ -282,6 +289,8 @@ class SequenceMeter(Meter):
         return self._known.get(records_gradients())
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[FlopCounter], None] | None:
+        """Returns the function that stores the count of a call as operations per token and per pair of tokens; None if
+        they are known."""
         if self.known is not None:
             return None
         with_gradient = records_gradients()

@@ -119,6 +119,8 @@ class Heartbeat:
         return (state.host, state.namespace) == (self.state.host, self.state.namespace)
 
     def _run(self) -> None:
+        """Writes and reads heartbeats, and checks the other ranks, until `close`; runs in the thread. Before all ranks
+        have connected, it does so at least every second."""
         while not self._ended.wait(self.interval if self._met else min(1.0, self.interval)):
             self._beat()
             self._read()
@@ -176,7 +178,7 @@ class Heartbeat:
         engine.timeout seconds. now: time.monotonic()."""
         if self.state.rank not in self._states:
             return
-        waited = now - self._states[self.state.rank][2]
+        waited = now - self._states[self.state.rank][2]  # since this rank last began a phase or a collective
         missing = missing_rank(self._states, self.state.rank, now, BEATS_MISSED * self.interval)
         if missing is None or waited < WARNING_SHARE * self.limit:
             self._warned = False
@@ -216,6 +218,7 @@ def is_running(process: int) -> bool:
     if sys.platform != "linux":
         return psutil.pid_exists(process)
     try:
+        # The state follows the process's name, which is in brackets. Z: zombie, X: dead.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
@@ -225,7 +228,8 @@ def process_start() -> float:
     """Returns the time at which this process started, in seconds since 1970."""
     if sys.platform != "linux":
         return psutil.Process().create_time()
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the host was booted
+    # the 20th field after the name in brackets: clock ticks from the boot of the host to the start of the process
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")  # psutil errs by up to a second
     return time.time() - age
 

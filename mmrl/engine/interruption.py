@@ -30,6 +30,7 @@ class Interruption:
         self._process, self._exit = os.getpid(), os._exit
 
     def __enter__(self) -> Interruption:
+        """Replaces the handlers of the signals, os._exit, and on Linux what exit() in a C library does."""
         self._previous = {number: signal.signal(number, self._record) for number in (*SCHEDULER, signal.SIGINT)}
         self._process, self._exit = os.getpid(), os._exit
         os._exit = self._refuse
@@ -42,6 +43,7 @@ class Interruption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Restores os._exit and the handlers; those of SIGTERM and SIGUSR1 only if neither came."""
         os._exit = self._exit
         if ENDED_IN_C is not None:
             faulthandler.unregister(ENDED_IN_C)

@@ -81,6 +81,7 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        """Runs an operator of PyTorch, and counts the memory of its new results until it is freed."""
         inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -108,7 +109,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)  # the log of the softmax's sum, for each row
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 

@@ -49,7 +49,7 @@ def gather_messages(message: Tensor, world: int, group: dist.ProcessGroup | None
     dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
     lengths = [int(size) for size in sizes]
     check_sizes(lengths)
-    outgoing = torch.zeros(max(lengths), dtype=torch.uint8)
+    outgoing = torch.zeros(max(lengths), dtype=torch.uint8)  # padded: all_gather needs equal sizes
     outgoing[: len(message)] = message
     received = [torch.empty_like(outgoing) for _ in range(world)]
     dist.all_gather(received, outgoing, group=group)

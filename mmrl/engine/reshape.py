@@ -72,7 +72,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def rank_of(path: Path) -> int:
     """Returns the rank that wrote a file of DeepSpeed, from its name; 0 where the name has none."""
-    parts = path.name.split("_")
+    parts = path.name.split("_")  # as in zero_pp_rank_3_mp_rank_00_optim_states.pt
     return int(parts[parts.index("pp") + 2]) if "pp" in parts else 0
 
 
@@ -122,7 +122,7 @@ def sharded_weights(
             flat = {MASTER: state["fp32_flat_groups"][group], **{key: states[group][key] for key in moments}}
             start = 0
             for name, shape in group_shapes.items():
-                size = -(-shape.numel() // len(optimizer))
+                size = -(-shape.numel() // len(optimizer))  # length of a slice with its padding
                 length = max(0, min(size, shape.numel() - rank * size))
                 piece = {key: values.narrow(0, start, length) for key, values in flat.items()}
                 pieces.setdefault(name, []).append(piece)

@@ -46,6 +46,7 @@ class BestOf(Search):
     count: int = option(8, "responses per prompt", ge=1)
 
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
+        """Samples `count` responses to each prompt, and returns for each prompt the one with the highest reward."""
         import torch
 
         from mmrl.samplers.chain import derive_seed

@@ -109,6 +109,7 @@ class Prefix:
         width, device = max(map(len, prefixes)), self.mask.device
         if width == 0:
             return self
+        # padded on the left, so that each row ends with its last token
         ids = torch.stack([F.pad(tokens, (width - len(tokens), 0)) for tokens in prefixes]).to(device)
         lengths = torch.tensor([len(tokens) for tokens in prefixes], device=device)
         mask = (torch.arange(width, device=device) >= width - lengths[:, None]).to(self.mask)
@@ -196,6 +197,7 @@ def generate_groups(
             ended |= torch.isin(token, ends) | (token_limits[active] == step + 1)
             if ended.all():
                 break
+            # Ended responses leave the batch together, once they are 1/LEAVING of it: each removal copies the cache.
             if ended.sum() * LEAVING >= len(ended):
                 stay = (~ended).nonzero().flatten()
                 prefix.select(stay)

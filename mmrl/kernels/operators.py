@@ -331,6 +331,8 @@ def clipped_surrogate(
     whole = total.detach().to(log_ratio.device, torch.float64).reshape(()) if isinstance(total, Tensor) else None
     if total is not None and whole is None:  # filled on the device, without a copy from the host
         whole = torch.full((), float(total), dtype=torch.float64, device=log_ratio.device)
+    # reductions of the kernel: 0 token_mean, 1 sequence_mean, 2 the sums of sequence_sum and constant, which differ in
+    # their divisor
     args: tuple[Any, ...] = (
         log_ratio.contiguous(),
         (a if a.stride(1) == 1 or a.shape[1] == 1 else a.contiguous()).expand_as(log_ratio),

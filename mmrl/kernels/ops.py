@@ -160,6 +160,8 @@ def _(
     chunk: int,
     for_weight: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of hidden states and, if `for_weight`, of the output matrix. The logits of a chunk of rows
+    are computed again, and overwritten by their gradient."""
     d_hidden = torch.empty_like(hidden)
     # Chunks add up in fp32: a sum of many bf16 parts would lose the small ones.
     d_weight = weight.new_zeros(weight.shape if for_weight else (0,), dtype=torch.float32)
@@ -180,28 +182,35 @@ def _(
 
 
 def _save_denoise(ctx: Any, inputs: Grads, output: Grads) -> None:
+    """Saves the inputs of denoise_logprob that its backward pass needs."""
     x, v, x_next, a_x, a_v, std, _, _, v_ref, ctx.total = inputs
     ctx.save_for_backward(x, v, x_next, a_x, a_v, std, v_ref)
 
 
 def _denoise_backward(ctx: Any, g_logp: Tensor, g_ratio: Tensor, g_kl: Tensor) -> Grads:
+    """Returns the gradients of the ten inputs of denoise_logprob: only the second one, v, has one."""
     grads = (g.contiguous() for g in (g_logp, g_ratio, g_kl))
     return None, torch.ops.mmrl.denoise_logprob_backward(*grads, *ctx.saved_tensors, ctx.total), *[None] * 8
 
 
 def _save_token(ctx: Any, inputs: Grads, output: Grads) -> None:
+    """Saves what the backward pass of token_logprob needs: its inputs, and all outputs but the first (entropy, square
+    sum, peak, log of the softmax's sum). The last two outputs have no gradient."""
     logits, targets, ctx.inverse_temperature = inputs
     ctx.save_for_backward(logits, targets, *output[1:])
     ctx.mark_non_differentiable(*output[3:])
 
 
 def _token_backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, *_: object) -> Grads:
+    """Returns the gradients of logits, targets and inverse temperature: only the logits have one."""
     grads = (g.contiguous() for g in (g_logp, g_entropy, g_square))
     d_logits = torch.ops.mmrl.token_logprob_backward(*grads, *ctx.saved_tensors, ctx.inverse_temperature)
     return d_logits, None, None
 
 
 def _save_hidden(ctx: Any, inputs: Grads, output: Grads) -> None:
+    """Saves what the backward pass of hidden_logprob needs: its inputs, and all outputs but the first (entropy, square
+    sum, peak, log of the softmax's sum). The last two outputs have no gradient."""
     hidden, weight, targets, excluded, ctx.inverse_temperature, ctx.chunk = inputs
     ctx.save_for_backward(hidden, weight, targets, excluded, *output[1:])
     ctx.mark_non_differentiable(*output[3:])
@@ -218,12 +227,15 @@ def _hidden_backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_square: Tens
 
 
 def _save_surrogate(ctx: Any, inputs: Grads, output: Grads) -> None:
+    """Saves what the backward pass of clipped_surrogate needs, among it the third output, the factor of each row. The
+    statistics, the second output, and that factor have no gradient."""
     log_ratio, advantages, mask, ctx.low, ctx.high, _, _, _ = inputs
     ctx.save_for_backward(log_ratio, advantages, mask, output[2])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _surrogate_backward(ctx: Any, g: Tensor, *_: object) -> Grads:
+    """Returns the gradients of the eight inputs of clipped_surrogate: only the first one, log_ratio, has one."""
     d_log_ratio = torch.ops.mmrl.clipped_surrogate_backward(g.contiguous(), *ctx.saved_tensors, ctx.low, ctx.high)
     return d_log_ratio, *[None] * 7
 

@@ -60,7 +60,7 @@ def with_boxes(image: Image.Image, boxes: list[list[float]]) -> Image.Image:
     """Returns a copy, enlarged where it is small, with `boxes` (x0, y0, x1, y1 from 0 to 1) drawn into it."""
     if not boxes:
         return image
-    scale = max(1, -(-96 // max(1, min(image.size))))
+    scale = max(1, -(-96 // max(1, min(image.size))))  # makes the shorter side at least 96 pixels long
     width, height = image.width * scale, image.height * scale
     canvas = image.convert("RGB").resize((width, height), Image.Resampling.NEAREST)
     pen = ImageDraw.Draw(canvas)

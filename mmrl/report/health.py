@@ -55,7 +55,7 @@ def judge(
 
 def rewards(run: RunRecord) -> Iterator[HealthFinding]:
     """Judges whether each reward varies over the steps: always 0, constant, or moving."""
-    for name in (n for n in run.names if n.startswith("reward/")):
+    for name in (n for n in run.names if n.startswith("reward/")):  # name[7:] below: without this prefix
         values = run.series(name).finite
         if len(values) < MIN_VALUES:
             continue
@@ -118,6 +118,7 @@ def unscored(run: RunRecord) -> Iterator[HealthFinding]:
     if not unscored_share.finite:
         return
     parts = [run.series(name) for name in run.names if name.startswith("unscored/")]
+    # the names without "unscored/"
     causes = [f"{part.name[9:]} {mean(part.finite):.1%}" for part in parts if part.finite and max(part.finite) > 0]
     share, most = mean(unscored_share.finite), max(unscored_share.finite)
     yield judge(
@@ -209,6 +210,7 @@ def stale_engine(run: RunRecord) -> Iterator[HealthFinding]:
         )
     probe, limit = run.series("generation/probe_gap"), run.series("generation/probe_limit")
     if probe.finite and limit.finite:
+        # `not v <= most` holds for NaN, too
         over = [s for s, v, most in zip(probe.steps, probe.values, limit.values, strict=False) if not v <= most]
         yield judge(
             "Weights in the engine",
@@ -269,6 +271,7 @@ def gradient(run: RunRecord) -> Iterator[HealthFinding]:
     bound = float(run.key("optim.clip_grad_norm", 1.0))
     grown = changed or (bool(early and late) and median(late) > 10 * median(early))
     grown &= bool(late) and max(late) > bound
+    # `not v <= ...` holds for NaN, too
     peak_steps = [s for s, v in zip(norm.steps, norm.values, strict=True) if not v <= max(30 * typical, bound)]
     if grown or peak_steps:
         if grown and changed and change is not None:

@@ -130,4 +130,5 @@ def start_ticks(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    # after the name in brackets: the state (Z: zombie, X: dead) comes first, the start time 20th
     return None if fields[0] in "ZX" else int(fields[19])

@@ -133,6 +133,7 @@ class MLflow:
     MOST = 100  # parameters of a request
 
     def __init__(self, folder: Path, experiment: str, config_yaml: str) -> None:
+        """Continues the run whose identity is in `folder`, or creates one with the configuration as parameters."""
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient()

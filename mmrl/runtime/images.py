@@ -55,7 +55,7 @@ def _on_white(image: Image.Image) -> Image.Image:
     """Converts an image of any mode to RGB: transparency on white, 16 bits rounded to 8."""
     if image.mode in SIXTEEN_BIT:
         values = np.asarray(image).astype(np.uint32)
-        grey = ((values + 128) // 257).astype(np.uint8)
+        grey = ((values + 128) // 257).astype(np.uint8)  # rounded; 65535 / 257 is 255
         clear = image.info.get("transparency")
         shown = grey if clear is None else np.where(values == clear, np.uint8(255), grey)
         return Image.fromarray(shown).convert("RGB")

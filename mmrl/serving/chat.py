@@ -221,12 +221,15 @@ class ChatHandler(BaseHTTPRequestHandler):
             raise BadRequest("the key is missing or wrong: Authorization: Bearer KEY", 401)
 
     def _models(self) -> dict[str, Any]:
+        """Returns the fields of the answer to GET /v1/models. Raises BadRequest for another path."""
         if self.path.rstrip("/") != "/v1/models":
             raise BadRequest(f"there is no {self.path}; use GET /v1/models or POST /v1/chat/completions", 404)
         model = {"id": self.server.model, "object": "model", "created": 0, "owned_by": "mmrl"}
         return {"object": "list", "data": [model]}
 
     def _completion(self) -> dict[str, Any]:
+        """Returns the fields of the answer to POST /v1/chat/completions. Raises BadRequest for another path, a missing
+        length, and a body that is too long."""
         if self.path.rstrip("/") != "/v1/chat/completions":
             raise BadRequest(f"there is no {self.path}; use GET /v1/models or POST /v1/chat/completions", 404)
         length = self.headers.get("Content-Length", "")

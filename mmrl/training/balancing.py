@@ -84,6 +84,7 @@ def plan_moves(by_rank: Sequence[Sequence[Piece]]) -> list[Move]:
                 fixed[rank] += piece.cost
             elif piece.minibatch == minibatch:
                 free.append((rank, number, piece.cost, piece.size))
+        # a row for each piece that may move: rank, number, cost, size; slots are numbered like these rows
         table = torch.tensor(free, dtype=torch.int64).view(-1, 4)
         piece_of_slot = assign_ranks(cost=table[:, 2], size=table[:, 3], rank=table[:, 0], fixed=fixed)
         for slot, piece in enumerate(piece_of_slot.tolist()):
@@ -113,6 +114,7 @@ def exchange_rollouts(rollouts: Rollouts, rows: Sequence[Tensor], moves: Sequenc
     replaced = [rows[move.slot] for move in moves if move.target == ranks.rank]
     if not replaced:
         return rollouts
+    # incoming rollouts are appended, and then selected in place of those that have left
     index, replaced_rows = torch.arange(len(rollouts)), torch.cat(replaced)
     index[replaced_rows] = len(rollouts) + torch.arange(len(replaced_rows))
     return Rollouts.concat([rollouts, *incoming]).select(index)

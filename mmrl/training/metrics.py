@@ -56,7 +56,7 @@ class Metrics:
         if where is not None:
             counted &= where.to(values.device).flatten()
         finite = values.where(counted, 0.0)
-        maxima = finite.amax(1) if values.shape[1] else finite.sum(1)
+        maxima = finite.amax(1) if values.shape[1] else finite.sum(1)  # without values, the sum is 0
         rows = torch.stack([finite.sum(1), counted.sum(1), maxima.clamp(min=0.0)], 1)
         for name, row in zip(columns, rows.unbind(), strict=True):
             self._parts[name].append(row)
@@ -122,7 +122,7 @@ class Metrics:
         means = {name: total / count for name, (total, count) in merged.items() if count > 0}
         times = {f"time/{name}": value for name, value in self._times.items()}
         times |= stragglers([busy for _, _, busy, *_ in everyone])
-        for name in everyone[0][3]:
+        for name in everyone[0][3]:  # names of peak memory
             times[name] = max(memory[name] for *_, memory, _ in everyone)
         times["time/step"] = time.perf_counter() - self._started
         if self.workload is not None:

@@ -77,7 +77,7 @@ class Preparation:
             self.task.reward_weights,
             gather=self.engine.gather,
             rank=self.engine.rank,
-            seed=self.config.seed * 1_000_003 + step,
+            seed=self.config.seed * 1_000_003 + step,  # steps of runs with neighbouring seeds have different seeds
             memory=self.memory,
             modules=self.modules,
         )

@@ -41,6 +41,8 @@ class RolloutWorker(Service):
 
     @logged()
     def __init__(self, setup: dict[str, Any]) -> None:
+        """Builds the policy. setup: "config", the plain configuration; "folder", the trainer's working directory;
+        "builder", "package.module:function", which returns the configuration and the policy."""
         os.chdir(setup["folder"])
         sys.path.append(setup["folder"])  # as the command line does, for the user's own modules
         self.config, self.policy = load_attribute(setup["builder"])(setup["config"])
@@ -89,6 +91,8 @@ class RolloutWorker(Service):
 
     @logged()
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answers a request: with the key "weights" to load weights, with "rollout" (the group size) to sample
+        rollouts, else to respond to each prompt once."""
         if "weights" in request:
             return {"checksums": self.load_weights(Path(request["weights"]), request["frozen"], request["controls"])}
         result: Rollouts | list[Sample] = (

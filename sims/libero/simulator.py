@@ -98,6 +98,8 @@ class Libero:
         self._spare: list[LiberoScene] = []
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        """Starts an episode in each of `rows`, with its seed and task. Returns their first observations, and the error
+        of each row that failed."""
         out = Transition.empty(len(rows), 0, self.image_shape, STATE_DIM)
         for i, row in enumerate(rows):
             try:
@@ -110,6 +112,8 @@ class Libero:
         return out
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        """Executes a chunk of actions [row, chunk, action] in `rows`. Returns observations, rewards and ends of
+        episodes, and the error of each row that failed."""
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, STATE_DIM)
         for i, row in enumerate(rows):
             try:
@@ -134,6 +138,7 @@ class Libero:
         self._rows, self._spare = [None] * self.count, []
 
     def _row(self, row: int) -> LiberoRow:
+        """Returns the episode of a row with its scene. Raises RuntimeError if there is none."""
         playing = self._rows[row]
         if playing is None:
             raise RuntimeError(f"row {row} has no episode")
@@ -229,6 +234,7 @@ class LiberoScene:
     def start(self, seed: int) -> None:
         """Resets the scene to the start state of `seed` (see `Libero`), and lets objects come to rest."""
         published = seed < min(EVALUATION_STARTS, len(self._starts))
+        # NumPy takes seeds as words of 32 bits
         with _numpy_seed([0] if published else [seed & 0xFFFFFFFF, seed >> 32]):
             self._env.reset()
         gripper = self._env.robots[0].gripper  # remembers how far it was commanded to close, also across a reset

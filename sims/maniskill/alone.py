@@ -45,6 +45,7 @@ class LoneArticulation(Articulation):
     """A robot whose joint targets are set from one array."""
 
     def set_joint_drive_targets(self, targets: Any, joints: Any = None, joint_indices: Any = None) -> None:
+        """Sets the target of each of `joints`. targets: [1, joint], in radians or metres."""
         numbers = np.asarray(targets[0], np.float32)
         for i, joint in enumerate(joints):
             joint._objs[0].drive_target = numbers[i : i + 1]

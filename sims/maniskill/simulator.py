@@ -104,6 +104,8 @@ class ManiSkill:
 
     @torch.inference_mode()
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        """Starts an episode in each of `rows`, with its seed and task. Returns their first observations, and the error
+        of each row that failed."""
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
         for block, indices in self._shares(rows):
             block.reset(
@@ -113,6 +115,8 @@ class ManiSkill:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        """Executes a chunk of actions [row, chunk, action] in `rows`. Returns observations, rewards and ends of
+        episodes, and the error of each row that failed."""
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
         for block, indices in self._shares(rows):
             block.step([rows[i] for i in indices], actions[indices], out, indices)
@@ -123,6 +127,8 @@ class ManiSkill:
 
     @torch.inference_mode()
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        """Returns the expert's next action in each of `rows`, [row, 1, action]. Raises UserError if there is no expert,
+        or if `length`, the number of actions to plan, is not 1."""
         if length != 1:
             raise UserError(
                 f"maniskill's experts plan one action at a time; length (action.chunk) must be 1, not {length}"

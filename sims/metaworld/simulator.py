@@ -76,6 +76,8 @@ class MetaWorld:
         self._renderers: dict[str, Renderer] = {}  # by task: all models of a task have the same meshes
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        """Starts an episode in each of `rows`, with its seed and task. Returns their first observations, and the error
+        of each row that failed."""
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
         def start(i: int, row: int) -> None:
@@ -88,6 +90,8 @@ class MetaWorld:
         return self._rows.each(rows, out, start)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        """Executes a chunk of actions [row, chunk, action] in `rows`. Returns observations, rewards and ends of
+        episodes, and the error of each row that failed."""
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
 
         def move(i: int, row: int) -> None:
@@ -100,6 +104,8 @@ class MetaWorld:
         return INSTRUCTIONS[self._rows[row].task]
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        """Returns the expert's next `length` actions in each of `rows`, [row, length, 4]; zeros after the episode's
+        end."""
         actions = np.zeros((len(rows), length, ACTION_DIM), np.float32)
         for i, row in enumerate(rows):
             playing = self._rows[row]

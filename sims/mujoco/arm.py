@@ -30,6 +30,7 @@ def inverse_kinematics(tip: Sequence[float] | NDArray) -> list[float]:
     radius, height = math.hypot(x, y), z + HAND_LENGTH - SHOULDER_HEIGHT
     distance = math.hypot(radius, height)
     yaw = math.atan2(y, x)
+    # by the law of cosines: the angle between the two links, and the angle of the upper arm above the line to the wrist
     inner = math.acos((UPPER_ARM**2 + FOREARM**2 - distance**2) / (2 * UPPER_ARM * FOREARM))
     lift = math.acos((UPPER_ARM**2 + distance**2 - FOREARM**2) / (2 * UPPER_ARM * distance))
     shoulder, elbow = math.atan2(height, radius) + lift, inner - math.pi

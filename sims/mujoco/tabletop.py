@@ -42,6 +42,7 @@ class TabletopRow:
         self.cubes = np.array([model.body(f"cube{i}").id for i in range(_cubes(model))])
         self.cube_geoms = [model.geom(f"cube{i}").id for i in range(len(self.cubes))]
         self.pads = [model.geom(f"pad{i}").id for i in range(scene.PADS)]
+        # index of each cube's free joint in the model
         self.cube_qpos = [int(model.body(int(cube)).jntadr[0]) for cube in self.cubes]
         self.tip = model.site("tip").id
         self.task: TabletopTask = TASKS["reach"]
@@ -64,6 +65,7 @@ class TabletopRow:
         self._paint(rng)
         self._place_camera(rng)
         self._control()
+        # The actuators smooth their targets over time; here they begin at the targets.
         self.data.act[:] = self.data.ctrl[: scene.JOINTS]
         mujoco.mj_forward(self.model, self.data)
 
@@ -99,6 +101,7 @@ class TabletopRow:
         back = (position - target) / np.linalg.norm(position - target)
         right = np.cross([0, 0, 1], back)
         right /= np.linalg.norm(right)
+        # columns of the camera's rotation matrix: its right, up and backward directions
         self.model.cam_pos[0] = position
         mujoco.mju_mat2Quat(self.model.cam_quat[0], np.stack([right, np.cross(back, right), back], axis=1).ravel())
 
@@ -271,6 +274,8 @@ class Tabletop:
         self._workers = [RenderThread(model, image_size) for _ in range(threads)]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        """Starts an episode in each of `rows`, with its seed and task. Returns their first observations, and the error
+        of each row that failed."""
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
         def start(worker: RenderThread, i: int) -> None:
@@ -282,6 +287,8 @@ class Tabletop:
         return out
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        """Executes a chunk of actions [row, chunk, action] in `rows`. Returns observations, rewards and ends of
+        episodes, and the error of each row that failed."""
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
 
         def run(worker: RenderThread, i: int) -> None:
@@ -296,6 +303,8 @@ class Tabletop:
         return self._worlds[row].scene.instruction
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
+        """Returns the expert's next `length` actions in each of `rows`, [row, length, 4]; zeros after the episode's
+        end."""
         actions = np.zeros((len(rows), length, ACTION_DIM), np.float32)
         errors = self._each(lambda worker, i: self._worlds[rows[i]].plan(length, worker.spare, actions[i]), len(rows))
         for error in errors:

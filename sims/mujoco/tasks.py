@@ -97,7 +97,7 @@ def pick_colours(rng: Generator, colours: list[str], count: int) -> list[str]:
 
 def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
     """Returns a function that samples scenes in which cubes 0 and 1 have the same color, one on the left and one on the
-    right of the image, and other cubes have other colors. verb: that of the instruction."""
+    right of the image, and other cubes have other colors. verb: the beginning of the instruction."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
         positions = scatter(rng, cubes)
@@ -116,13 +116,15 @@ def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | No
 def onto_pad(
     verb: str, preposition: str, straight: bool = False
 ) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
-    """Returns a function that samples scenes of cubes and pads, of different colors if there are enough. straight: one
-    push along an axis of the table moves cube 0 to pad 0, and no other cube is in between."""
+    """Returns a function that samples scenes of cubes and pads, of different colors if there are enough. The
+    instruction is built from `verb` and `preposition`. straight: one push along an axis of the table moves cube 0 to
+    pad 0, and no other cube is in between."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
         positions = push_line(rng, cubes + PADS) if straight else scatter(rng, cubes + PADS)
         if positions is None:
             return None
+        # position 0 is cube 0's, the next PADS positions are the pads', the others are the other cubes'
         cube_positions, pads = np.delete(positions, slice(1, 1 + PADS), axis=0), positions[1 : 1 + PADS]
         names = pick_colours(rng, colours, cubes + PADS)
         cube_colours, pad_colours = names[:cubes], names[cubes:]
@@ -144,6 +146,7 @@ def push_line(rng: Generator, count: int) -> NDArray | None:
     behind[main] -= np.sign(way[main]) * (BEHIND + 0.01)
     if not LOW[main] < behind[main] < HIGH[main] or (pad < AREA_LOW).any() or (pad > AREA_HIGH).any():
         return None
+    # all other objects stay 7.5 cm away from the line that the fingers take
     return scatter(rng, count, [cube, pad], lambda point: distance_to_segment(point, behind, pad) > 0.075)
 
 
@@ -217,12 +220,14 @@ def push_progress(view: TableView) -> float:
 
 
 def lift_progress(view: TableView) -> float:
+    """Returns the progress of a lift, 0 to 1: fingertips near cube 0, cube 0 held, and its height."""
     reach = near(float(np.linalg.norm(view.tip - view.cubes[0])))
     height = float(np.clip((view.cubes[0][2] - CUBE) / (LIFTED - CUBE), 0, 1))
     return 0.3 * reach + 0.2 * held(view) + 0.5 * height
 
 
 def place_progress(view: TableView) -> float:
+    """Returns the progress of placing, 0 to 1: fingertips near cube 0, cube 0 held, and cube 0 near its goal."""
     reach = near(float(np.linalg.norm(view.tip - view.cubes[0])))
     near_goal = near(float(np.linalg.norm(view.cubes[0] - view.goal)))
     return 0.3 * reach + 0.2 * held(view) + 0.5 * near_goal
@@ -239,6 +244,7 @@ def horizontal_distance(a: NDArray, b: NDArray) -> float:
 def held(view: TableView) -> bool:
     """Returns whether the gripper holds cube 0: it is commanded to close and blocked, with the cube between its
     fingers."""
+    # A cube blocks the gripper at an opening of CUBE / FINGER_TRAVEL = 0.55.
     return view.closing and 0.45 < view.opening < 0.65 and float(np.linalg.norm(view.tip - view.cubes[0])) < 0.025
 
 
@@ -282,17 +288,20 @@ def grasp(view: TableView) -> NDArray:
 
 
 def reach_expert(view: TableView) -> NDArray:
+    """Returns the action target [4] that moves the open gripper to just above cube 0."""
     return descend(view, over(view.cubes[0], 2 * CUBE + 0.015), HOVER, -1.0)
 
 
 def lift_expert(view: TableView) -> NDArray:
+    """Returns the action target [4] that grasps cube 0 and lifts it."""
     if held(view):
         return aim(over(view.tip, LIFTED + 0.04), 1.0)
     return grasp(view)
 
 
 def place_expert(view: TableView) -> NDArray:
-    """Returns the aim [4] that picks cube 0 up, carries it over its goal, sets it down, opens and withdraws."""
+    """Returns the action target [4] that picks cube 0 up, carries it over its goal, sets it down, opens and
+    withdraws."""
     error = view.cubes[0] - view.goal
     at_goal = bool(np.linalg.norm(error[:2]) < 0.01 and abs(error[2]) < 0.006)
     if at_goal:
@@ -303,9 +312,10 @@ def place_expert(view: TableView) -> NDArray:
 
 
 def push_expert(view: TableView) -> NDArray:
-    """Returns the aim [4] that goes behind cube 0 with closed fingers and pushes against the middle of a face, along
-    the axis of the table on which the cube is further from its goal. While it pushes, the aim is one fixed
-    position before the pad: an aim only a step ahead of the fingers would be nearer than a policy's error."""
+    """Returns the action target [4] (position of the fingertips x, y, z, and gripper) that goes behind cube 0 with
+    closed fingers and pushes against the middle of a face, along the axis of the table on which the cube is further
+    from its goal. During the push the target is one fixed position before the pad: a target only one step ahead of the
+    fingers would be nearer than a policy's error."""
     cube, ahead = view.cubes[0][:2], push_axis(view)
     from_cube = view.tip[:2] - cube
     along = float(from_cube @ ahead)

@@ -28,6 +28,7 @@ def message(written: Mapping[str, Any]) -> Message:
 
 
 def _part(part: Mapping[str, Any]) -> Part:
+    """Converts a part of a message's content, of type text or image_url. Raises ValueError for another type."""
     if part.get("type") == "text":
         return str(part["text"])
     if part.get("type") == "image_url":

@@ -103,7 +103,7 @@ class Dialogue:
             raise Fault(f"step() of the environment must return a Reply, not {type(reply).__name__}")
         if (
             not isinstance(reply.reward, int | float)
-            or reply.reward != reply.reward
+            or reply.reward != reply.reward  # NaN
             or abs(reply.reward) == float("inf")
         ):
             raise Fault(f"the environment's reward must be a finite number, not {reply.reward!r:.40}")

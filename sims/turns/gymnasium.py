@@ -80,6 +80,8 @@ class GymnasiumWorld(Environment):
         return [Message("user", (self._image(observation), text) if text else (self._image(observation),))]
 
     def step(self, response: str) -> Reply:
+        """Executes the action that the last word of the response names. For another word the reply is an error, and the
+        game goes on. A success is a termination with a positive reward."""
         word = (response.split() or [""])[-1].strip(".").lower()
         if word not in self.actions:
             why = f"say one of {', '.join(self.actions)}"

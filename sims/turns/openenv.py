@@ -44,6 +44,8 @@ class OpenEnvWorld(Environment):
         return [Message("user", joined([*self._shown(observation), *filter(None, [prompt.text])]))]
 
     def step(self, response: str) -> Reply:
+        """Executes the response as an action. A response that is not one is answered by an error, and the game goes on.
+        A success is an end with a sum of rewards of at least `settings.won`."""
         try:
             action = self._action(response)
         except ValueError as error:

@@ -67,6 +67,8 @@ class RemoteEnvironment(Environment):
         return answer.get("messages", ())
 
     def step(self, response: str) -> Reply:
+        """Returns the reply of the environment in the worker. Raises Fault if the worker fails, or its answer is not
+        valid."""
         answer = self._call(("step", response))
         reward, facts = answer.get("reward"), _parsed(answer.get("facts"))
         if not isinstance(reward, int | float) or not isinstance(facts, dict):

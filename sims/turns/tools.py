@@ -248,6 +248,8 @@ class ToolEnvironment(Environment):
         return messages
 
     def step(self, response: str) -> Reply:
+        """Executes the tool call of a response. A response without a call ends the conversation; a call that fails is
+        answered by its error."""
         try:
             call = READERS[self._calls](response)
         except ToolError as error:

@@ -58,6 +58,7 @@ class VerifiersWorld(Environment):
         self.schemas: Sequence[dict[str, Any]] = ()
 
     def start(self, prompt: Prompt) -> Sequence[Message]:
+        """Starts the rollout of the row of the prompt's seed in a thread. Returns the first messages."""
         threading.Thread(target=self._play, args=(row(self.env, prompt.metadata["seed"]),), daemon=True).start()
         reply = self._next()
         if isinstance(reply, Reply):
@@ -68,6 +69,7 @@ class VerifiersWorld(Environment):
         return self.schemas
 
     def step(self, response: str) -> Reply:
+        """Passes a response to the package's loop, which waits for it, and returns its next messages or its end."""
         assert self.waiting is not None
         self.waiting.set_result(response)
         self.waiting = None

@@ -18,7 +18,7 @@ class SimulatorFault(RuntimeError):
 
 def check_facts(name: str, simulator: Simulator) -> None:
     """Raises UserError if attributes of a simulator (count, dimensions, image shape, tasks, cameras) are missing or
-    invalid. name: that of the simulator, for messages."""
+    invalid. name: the simulator's name, for messages."""
     try:
         sizes = {"count": simulator.count, "action_dim": simulator.action_dim, "state_dim": simulator.state_dim}
         shape, tasks = tuple(simulator.image_shape), tuple(simulator.tasks)

@@ -118,6 +118,8 @@ class Workers:
         ]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
+        """Starts an episode in each of `rows`, in all workers in parallel; see `Simulator.reset`."""
+
         def reset_rows(worker: SimulatorWorker, indices: list[int], local_rows: list[int]) -> dict[str, Any]:
             """Resets some rows of one worker. indices: their positions in `rows`; local_rows: their numbers there."""
             fields = {"seeds": [int(seeds[i]) for i in indices], "tasks": [tasks[i] for i in indices]}
@@ -128,6 +130,9 @@ class Workers:
         return self._gather(rows, 0, {}, reset_rows)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
+        """Executes actions [row, chunk, action] in all workers in parallel; see `Simulator.step`. A row whose worker
+        was replaced during its episode gets an error."""
+
         def step_rows(worker: SimulatorWorker, indices: list[int], local_rows: list[int]) -> dict[str, Any]:
             return worker.ask("step", rows=local_rows, actions=actions[indices])
 

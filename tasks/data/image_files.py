@@ -81,7 +81,8 @@ class ImageFiles:
 
     @contextmanager
     def _opened(self, image: object) -> Iterator[Image.Image]:
-        """Opens an image, of which only the header is read. Raises RowError if it cannot be used."""
+        """Opens an image file and checks its size; only its header is read. Raises RowError if it cannot be used, also
+        for errors of Pillow while the caller decodes it."""
         name, file = self.open(image)
         try:
             with file, Image.open(file, formats=FORMATS) as opened:
@@ -125,8 +126,8 @@ class ImageFiles:
 
 
 def _reference(image: object) -> str | bytes:
-    """Returns the path, URL or bytes of an image, also out of a mapping that holds it. Raises RowError if there is
-    none."""
+    """Returns the path, URL or bytes of an image. A mapping is replaced by its first value under one of KEYS, also if
+    that is a mapping again. Raises RowError if there is none."""
     while isinstance(image, Mapping):
         if isinstance(image.get("bytes"), str):
             break  # `bytes` must not be text: the error below says so

@@ -126,6 +126,7 @@ def start_positions(canvas: Canvas, motion: Motion) -> tuple[range, range]:
     distance, positions = canvas.distances(motion.speed)[-1], canvas.num_positions
 
     def along(step: int) -> range:
+        """Returns the starts along one axis. step: 1 or -1 if the object moves along it, else 0."""
         if step < 0:
             return range(distance, positions)
         return range(positions - distance) if step > 0 else range(positions)

@@ -181,6 +181,7 @@ def value_of(
     value = row[key]
     if not isinstance(value, value_type):
         raise RowError(f"key {parent + key!r} must be {type_name}, not {type(value).__name__}")
+    # The number 0 is a value; an empty text, list or mapping is not.
     if value_type is not int and not (value.strip() if isinstance(value, str) else value):
         raise RowError(f"key {parent + key!r} is empty")
     return value

@@ -151,7 +151,7 @@ def record_expert(
 ) -> list[RecordedEpisode]:
     """Records an episode of the simulator's scripted expert from each start state.
 
-    starts: task and seed of each start state. successful_only: leave out episodes that failed. seed: that of the
+    starts: task and seed of each start state. successful_only: leave out episodes that failed. seed: the seed of the
     disturbance. record_executed: record the disturbed actions that were executed, not those of the expert.
 
     Raises UserError if the simulator has no expert, or if no episode is left.
@@ -185,8 +185,8 @@ def play_expert(
     rng: np.random.Generator,
     record_executed: bool,
 ) -> list[RecordedEpisode]:
-    """Records one batch for `record_expert`, of at most as many start states as the simulator has rows. The list may be
-    empty."""
+    """Records one episode of the simulator's scripted expert from each of `starts` (task and seed), which are at most
+    as many as the simulator has rows. Other arguments: see `record_expert`. The list may be empty."""
     observation = sim.reset([seed for _, seed in starts], [task for task, _ in starts])
     instructions = observation.instructions
     # of each row: image, state, action and reward of every step

@@ -85,6 +85,7 @@ class SuccessJudge(TwoWordJudgeReward):
 
 def evenly_spaced(frames: NDArray[np.uint8], max_frames: int) -> NDArray[np.uint8]:
     """Returns at most `max_frames` evenly spaced frames of [frame, ...], among them the last one."""
+    # from the last frame backwards, so that one frame is the last one; `unique` sorts the indices
     return frames[np.unique(np.linspace(len(frames) - 1, 0, max_frames).round().astype(int))]
 
 

@@ -122,7 +122,7 @@ class _Dataset:
         height, width = image_shape[0], image_shape[1] // len(self.image_features)
         for camera in self.image_features:
             shape = self.features[camera]["shape"]
-            h, w = shape[1:] if shape[0] == 3 else shape[:2]
+            h, w = shape[1:] if shape[0] == 3 else shape[:2]  # channels come first or last
             if h * width != w * height:
                 raise UserError(
                     f"{info}: {camera} has images of {h} x {w}, but the simulator's are {height} x {width}; their "
@@ -229,7 +229,8 @@ class _Dataset:
         return _existing(self.root / self.data_path.format(**fields))
 
     def _video(self, camera: str, episode: dict[str, Any]) -> tuple[Path, int]:
-        """Returns the video file and the first frame as `_video_file`. Raises UserError if the file does not exist."""
+        """Returns the video file of an episode, and the index of the episode's first frame in it. Raises UserError if
+        the file does not exist."""
         file, start = self._video_file(camera, episode)
         return _existing(file), start
 

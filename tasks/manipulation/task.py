@@ -24,8 +24,8 @@ from mmrl.tasks.manipulation.settings import ManipulationSettings
 
 
 class Manipulation:
-    """The task: training start states, held-out start states, demonstrations and rewards. seed: of the run; runs with
-    different seeds have different training start states."""
+    """The task: training start states, held-out start states, demonstrations and rewards. seed: the run's seed; runs
+    with different seeds have different training start states."""
 
     def __init__(self, settings: ManipulationSettings, seed: int) -> None:
         self.settings, self.simulator_rows = settings, settings.rows

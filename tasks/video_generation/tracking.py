@@ -61,8 +61,10 @@ def track(videos: Tensor) -> list[Track]:
     grid = GENERATION_CANVAS.grid
     cells = videos.float().clamp(0, 1).unflatten(4, (grid, CELL)).unflatten(3, (grid, CELL)).mean((4, 6))
     drawings = _drawings()
+    # squared distances between frames and drawings, [video * frame, shape * position]
     distance = torch.cdist(cells.flatten(2).flatten(0, 1), drawings.flatten(0, 1)).square()
     black_distance = drawings[:, 0].square().sum(1)  # [shape], squared distance of a black frame from the object
+    # [video, frame, shape, position]
     distance = distance.view(len(videos), GENERATION_CANVAS.num_frames, len(drawings), -1)
     nearest, position = distance.min(-1)  # [video, frame, shape]
     best = nearest.sum(1).argmin(1)

@@ -22,6 +22,8 @@ class Keyed:
         self.app, self.expected = app, f"Bearer {os.environ[KEY]}".encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Passes a request with the key on to the app. Others get the status 401, or 1008 (policy violation) for a
+        websocket."""
         header = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "lifespan" or hmac.compare_digest(header, self.expected):
             await self.app(scope, receive, send)

@@ -53,6 +53,7 @@ class KeepaliveAdapter(HTTPAdapter):
     timeout could not detect that, since a response may take long."""
 
     def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
+        """Sets the keepalive options of all sockets: probes every SILENCE_S / 4 seconds, and an end after SILENCE_S."""
         socket_options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
         if sys.platform == "linux":  # other systems keep their own timeout
             tcp, probe = socket.IPPROTO_TCP, SILENCE_S // 4
@@ -187,8 +188,8 @@ class Server:
                 try:
                     action = "answer"
                     for step in steps():
-                        action = step[0]
-                        step[1]()
+                        action, run = step  # what it does, for messages, and the function that does it
+                        run()
                     return
                 except LOST as error:
                     failures += isinstance(error, Failed)

@@ -251,6 +251,7 @@ def describe_versions() -> str:
 def last_error(text: str) -> str:
     """Returns the last line of vLLM's log that names an error, else its last line, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # "rror": Error, error, or the name of an exception that ends in it
     errors = [line for line in lines if "rror" in line and not any(wrapper in line for wrapper in WRAPPERS)]
     line = (errors or lines or ["nothing"])[-1]
     return shortened(line)

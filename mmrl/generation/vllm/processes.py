@@ -82,7 +82,7 @@ class Process:
         text = self.log.read_text(errors="replace")
         if self.running is not None and self.running.poll() is None:
             return f"it ended, was started again and does not answer yet, see {self.log}"
-        if "rror" not in text:
+        if "rror" not in text:  # neither Error nor error
             return f"it ended without an error message, see {self.log}"
         return f"{self.log} says: {last_error(text)}; {describe_versions()}"
 
@@ -124,7 +124,7 @@ def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list
                 f"{count} engines of {size} GPUs from rollout.generator.first_device={first} on need "
                 f"{first + count * size} GPUs, but this host has {available}"
             )
-    if problem := gather(problem)[0]:
+    if problem := gather(problem)[0]:  # rank 0's, since the engines run on its host
         raise UserError(problem)
     return [first + i * size for i in range(count)]
 

@@ -63,8 +63,9 @@ def _contiguous_sum(values: Tensor, first: int) -> Tensor:
     the flattened tensor."""
     bits, total = values.view(BITS[values.element_size()]), torch.zeros((), dtype=torch.int64, device=values.device)
     index_weights = _weight(torch.arange(BLOCK, device=values.device))
-    head = min(len(bits), -first % BLOCK)
+    head = min(len(bits), -first % BLOCK)  # elements before the first full block
     blocks = (len(bits) - head) // BLOCK
+    # the elements before the first and after the last full block
     for start, stop in ((0, head), (head + blocks * BLOCK, len(bits))):
         if start < stop:
             block, offset = divmod(first + start, BLOCK)

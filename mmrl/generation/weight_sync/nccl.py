@@ -128,7 +128,7 @@ def publish_end(group: BroadcastGroup, base: str, number: int, header: str) -> N
 
 def remove_headers(group: BroadcastGroup, base: str, buckets: int) -> None:
     """Removes the published headers of the weights `base`. buckets: their number."""
-    for number in range(buckets + 1):
+    for number in range(buckets + 1):  # the last one says that no bucket follows
         group.store.delete_key(f"{base}/{number}")
     for rank in range(1, group.rendezvous.size):
         group.store.delete_key(f"{base}/reached/{rank}")
@@ -142,6 +142,7 @@ def num_received(group: BroadcastGroup, base: str, rank: int) -> int:
 
 def local_address(other: str) -> str:
     """Returns the address of this host in the network of another host. Nothing is sent."""
+    # Connecting a UDP socket only selects a route; the port, 9 (discard), has no effect.
     family, kind, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

@@ -98,6 +98,7 @@ class CopyWatch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        """Runs an operation of PyTorch, and records it if it copies one tensor to another."""
         if function is not COPY or args[0].is_meta or args[1].is_meta:
             return function(*args, **(kwargs or {}))
         target, source = args[:2]
@@ -295,6 +296,7 @@ def repack_experts(model: nn.Module) -> None:
 def ramp(like: Tensor) -> Tensor:
     """Returns values for a parameter without weights, in the shape and dtype of `like`. Repacking changes their order,
     by which it is noticed."""
+    # -125 to 125, divided by a power of 2: bfloat16, too, represents these values exactly
     flat = torch.arange(like.numel(), device=like.device) % 251 - 125
     return (flat / 4096).to(like.dtype).view(like.shape)
 
@@ -315,6 +317,7 @@ def adapters(runner: Any, folder: Path) -> dict[str, Checksum]:
         slot = next((i for i, number in enumerate(manager.lora_index_to_id) if number is not None), None)
         if layer in manager.modules and slot is not None:
             module_layer = manager.modules[layer]
+            # a matrix in vLLM's buffer [adapter, 1, output, input], which may be padded beyond the LoRA's sizes
             stacked = (module_layer.lora_a_stacked if first else module_layer.lora_b_stacked)[index][slot, 0]
             checksums[name] = checksum(stacked[: value.shape[0], : value.shape[1]])
     return checksums

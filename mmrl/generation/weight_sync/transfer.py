@@ -136,6 +136,8 @@ class Broadcast:
         }
 
     def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
+        """Broadcasts weights to all engines, and stores them for `give`. If the broadcast fails, the user is told, and
+        engines get them by `give`."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             standings = list(pool.map(lambda server: server.ask("standing", alive), self.servers))
         self.last_sent = []
@@ -147,7 +149,7 @@ class Broadcast:
             self._drop(self.group)
             self.group = None
             self.say(f"the broadcast of weights failed ({brief(error)}); sending them to each engine separately")
-        for _ in buckets:
+        for _ in buckets:  # stores those that an error has left
             pass
 
     def _stored(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
@@ -157,6 +159,7 @@ class Broadcast:
             yield bucket
 
     def give(self, server: Server, weights: EngineWeights) -> None:
+        """Broadcasts the stored weights to one engine, in a group of its own, unless it has them."""
         if self.rank != 0:
             raise requests.ConnectionError("rank 0 has not sent the weights to this server yet")
         standings = server.call("standing")["results"]

@@ -48,6 +48,7 @@ def accuracy(run: RunRecord) -> Card | None:
 
 
 def best(run: RunRecord) -> Card | None:
+    """Returns the best held-out accuracy and its step; None if there are fewer than three evaluations."""
     series = run.series("evaluation/accuracy")
     if len(series.finite) < 3:
         return None
@@ -62,6 +63,7 @@ def progress(run: RunRecord) -> Card:
 
 
 def duration(run: RunRecord) -> Card | None:
+    """Returns the time from the first to the last logged line, and the mean seconds of a step; None if unknown."""
     times = [row["time"] for row in [*run.rows, *run.evaluations] if "time" in row]
     steps = run.series("time/step").finite
     if not times or not steps:
@@ -70,6 +72,7 @@ def duration(run: RunRecord) -> Card | None:
 
 
 def health(findings: Sequence[HealthFinding]) -> Card | None:
+    """Returns the number of problems and the names of the first two; None if nothing was checked."""
     if not findings:
         return None
     problems = [finding for finding in findings if finding.verdict != GOOD]

@@ -110,6 +110,7 @@ def training_sentence(run: RunRecord) -> str:
 
 
 def duration_sentence(run: RunRecord) -> str:
+    """Returns the sentence on the time of the run and of a step; "" if they are unknown."""
     times = [row["time"] for row in [*run.rows, *run.evaluations] if "time" in row]
     steps = run.series("time/step").finite
     if not times or not steps:

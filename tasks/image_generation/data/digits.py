@@ -69,6 +69,7 @@ def split_indices(split: Split) -> np.ndarray:
     """Returns the indices of the images of a split. Every fourth image of each digit is held out; the split depends on
     no seed."""
     _, labels = _digits()
+    # for each image, how many images of the same digit come before it
     rank = np.array([np.count_nonzero(labels[:image] == label) for image, label in enumerate(labels)])
     return np.flatnonzero((rank % 4 == 3) == (split == "heldout"))
 

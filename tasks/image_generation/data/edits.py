@@ -103,6 +103,7 @@ def draw(scene: Sequence[Item]) -> Tensor:
 
 def random_corners(rng: np.random.Generator) -> tuple[tuple[int, int], tuple[int, int]]:
     """Samples the top left corners (row, column) of two objects in cells, such that they do not overlap."""
+    # Both are squares of a coarse grid whose squares are as large as an object; two squares are drawn without repeat.
     side = GRID // OBJECT
     first, second = (divmod(int(square), side) for square in rng.choice(side**2, 2, replace=False))
     return (OBJECT * first[0], OBJECT * first[1]), (OBJECT * second[0], OBJECT * second[1])
@@ -214,6 +215,7 @@ def region_distance(samples: Sequence[Sample]) -> Tensor:
     images = stack_images(samples).float().clamp(0, 1)
     source, expected = _metadata(samples, "source"), _metadata(samples, "expected")
     stays = ((source - expected).abs().amax(1, keepdim=True) == 0).float()
+    # `stays` has one channel, images have three
     return ((images - source).square() * stays).flatten(1).sum(1) / (3 * stays.flatten(1).sum(1)).clamp(min=1)
 
 

@@ -157,6 +157,7 @@ def augment(premultiplied: Tensor) -> Tensor:
 
     zoom, angle = 1 / uniform(*_AFFINE["scale"]), uniform(*_AFFINE["turn"])
     mirror = 2.0 * (torch.rand(num_images) < 0.5) - 1
+    # for each image, the two rows of the matrix that maps pixels of the result to pixels of the input
     rows = [zoom * mirror * angle.cos(), -zoom * mirror * angle.sin(), uniform(*_AFFINE["shift"])]
     columns = [zoom * angle.sin(), zoom * angle.cos(), uniform(*_AFFINE["shift"])]
     affine = torch.stack([torch.stack(rows, -1), torch.stack(columns, -1)], 1)

@@ -187,7 +187,7 @@ def with_wrong_part(scene: ShapeScene, rng: np.random.Generator, colours: Sequen
         remaining = [value for value in values if value not in excluded]
         return remaining[rng.integers(len(remaining))]
 
-    if part == "relation":
+    if part == "relation":  # in RELATIONS a relation and its opposite are neighbours: 0 and 1, 2 and 3
         return replace(scene, relation=RELATIONS[RELATIONS.index(str(scene.relation)) ^ 1])
     if part == "count":
         return replace(scene, first=replace(first, count=other(range(1, max_count + 1), first.count)))

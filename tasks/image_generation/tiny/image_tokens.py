@@ -31,7 +31,7 @@ def digit_codebook(first: int) -> codebook.Codebook:
 
 def build_autoregressive(folder: str, seed: int) -> None:
     """Writes a randomly initialised Llama of 0.3M parameters, its tokenizer and a codebook of digits to a folder. seed:
-    of the weights."""
+    the random seed of the weights."""
     tokenizer = tiny.word_tokenizer(digits.words(), max_length=12)
     image_codebook = digit_codebook(len(tokenizer))
     with torch.random.fork_rng(devices=[]):
@@ -55,7 +55,7 @@ def build_autoregressive(folder: str, seed: int) -> None:
 
 def build_masked(folder: str, seed: int) -> None:
     """Writes a randomly initialised BERT of 0.3M parameters, its tokenizer and a codebook of digits to a folder. seed:
-    of the weights."""
+    the random seed of the weights."""
     tokenizer = tiny.word_tokenizer(digits.words(), max_length=12)
     tokenizer.add_special_tokens({"mask_token": MASK})
     image_codebook = digit_codebook(len(tokenizer))
@@ -82,7 +82,7 @@ def build_masked(folder: str, seed: int) -> None:
 
 def build_janus(folder: str, seed: int) -> None:
     """Writes a randomly initialised Janus of transformers, which generates images of 3 x 8 x 8 as four tokens. seed:
-    of the weights."""
+    the random seed of the weights."""
     word_tokenizer = tiny.word_tokenizer(digits.words(), max_length=16)
     tokenizer: Any = type(word_tokenizer)(
         tokenizer_object=word_tokenizer._tokenizer,

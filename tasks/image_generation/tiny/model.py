@@ -9,7 +9,7 @@ from mmrl.tasks.image_generation.data import digits, shapes
 
 
 def build_digits(folder: str, seed: int) -> None:
-    """Writes a perceptron of 0.2M parameters for images of 1 x 8 x 8. seed: of the weights."""
+    """Writes a perceptron of 0.2M parameters for images of 1 x 8 x 8. seed: the random seed of its weights."""
     create(Path(folder), SmallDiffusionConfig(words=tuple(digits.words()), channels=1, size=digits.SIZE), seed)
 
 

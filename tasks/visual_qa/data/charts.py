@@ -157,6 +157,7 @@ class ChartItem:
 
 
 def _largest(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
+    """Asks for the label of the largest value. Returns None if several values are the largest."""
     top = max(series.values)
     if series.values.count(top) > 1:
         return None
@@ -164,6 +165,7 @@ def _largest(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
 
 
 def _value(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
+    """Asks for the value of a random label."""
     index = int(rng.integers(len(series.values)))
     return ChartItem(f"What is the value of {series.labels[index]}?", series.formatted(series.values[index]))
 

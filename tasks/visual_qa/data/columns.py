@@ -68,13 +68,15 @@ class Columns:
         return {letter: str(text) for letter, text in zip(string.ascii_uppercase, options, strict=False)}
 
     def _letter(self, index: int, letters: list[str], answer: str) -> str:
+        """Returns the letter of the option `index`, which is the answer. answer: the field of the answer, for the
+        message. Raises RowError if there is no such option."""
         if not 0 <= index < len(letters):
             raise RowError(f"field {answer!r} is {index}, but there are {len(letters)} options, counted from 0")
         return letters[index]
 
     def _place_images(self, row: Mapping[str, Any], text: str) -> tuple[str, list[Any]]:
-        """Replaces numbered markers by plain `<image>`. Returns the text, and the images in the order of its
-        markers."""
+        """Replaces numbered markers such as `<image 2>` by `<image>`. Returns the text, and the images in the order of
+        its markers. Raises RowError for a marker without an image."""
         available = {number: row[name] for number, name in enumerate(self.images, 1) if row.get(name) is not None}
         marked = [int(number) for number in NUMBERED.findall(text)]
         for number in marked:

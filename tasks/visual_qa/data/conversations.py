@@ -211,6 +211,7 @@ class ConversationFields:
 
     @staticmethod
     def _open_image(name: str, reference: object, open_image: Callable[[object], Image.Image]) -> Image.Image:
+        """Returns `open_image(reference)`. Its RowError is raised with the `name` of the image in front."""
         try:
             return open_image(reference)
         except RowError as error:

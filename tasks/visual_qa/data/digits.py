@@ -38,6 +38,7 @@ class DigitQuestion:
 
 
 def _which(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion:
+    """Asks which digit is at a random position."""
     index = rng.integers(len(digits))
     position = POSITIONS[len(digits)][index]
     return DigitQuestion(f"Which digit is {_at(position)}?", str(digits[index]), position)

@@ -120,6 +120,7 @@ class _JsonLines:
         with self._opened() as file:
             file.seek(line.offset)
             text = file.read(min(line.size, LONGEST_LINE + 1))
+        # the first line of a file may begin with a byte order mark
         return parsed(text if line.offset else text.removeprefix(BOM_UTF8))
 
     def _opened(self) -> BinaryIO:

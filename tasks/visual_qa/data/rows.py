@@ -111,6 +111,7 @@ class RowSource:
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is out of range: there are {len(self)} prompts")
+        # If the row turns out to be bad, the next good one is returned; after the last row the first one follows.
         for position in chain(range(index, len(self)), range(index)):
             row = self._good[position]
             if row in self._reasons:
@@ -142,6 +143,7 @@ class RowSource:
         return row not in self._reasons
 
     def _prompt(self, row: int) -> Prompt:
+        """Returns the prompt of a row. Raises RowError if the row cannot be used, or does not fit the model."""
         prompt = self._fields.prompt(self._rows[row], f"{self._prefix}:{self._rows.number(row)}")
         if self.change is not None:
             prompt = self.change(prompt)

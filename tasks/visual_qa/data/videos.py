@@ -45,7 +45,8 @@ class VideosSource:
             (first, second)
             for i, first in enumerate(moving_shapes.SHAPES)
             for j, second in enumerate(moving_shapes.SHAPES)
-            # each pair occurs in both orders, so that the answer does not follow from the pair
+            # Pairs of shapes 0 and 1, and of shapes 2 and 3, are held out. Each pair occurs in both orders, so that the
+            # answer does not follow from the pair.
             if i != j and (i // 2 == j // 2) == (split == "heldout")
         ]
 

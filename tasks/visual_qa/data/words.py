@@ -27,6 +27,7 @@ class WordsSource:
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
         self.split = split
+        # a question with the answer yes and one with no follow one another; every other such pair is held out
         self._questions = [row for i, row in enumerate(_questions()) if i // 2 % 2 == SPLITS.index(split)]
 
     def __len__(self) -> int:

@@ -62,7 +62,7 @@ def read_messages(messages: Sequence[Any]) -> ParsedQuestion:
     for part in _parts(question):
         text, reference = _part(part)
         texts.append(text)
-        if reference is not None:
+        if reference is not None:  # then the text is the marker of an image or a video
             references[text].append(reference)
         else:
             for marker in references:
