@@ -96,6 +96,8 @@ class Levels(gymnasium.Env):
         )
 
     def step(self, action: int | np.integer) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Executes one of minigrid's seven actions. Changes nothing while the environment is idle. info: "solved",
+        whether the mission is fulfilled."""
         if self._idle:
             return self._last, 0.0, False, False, {"solved": False}
         world = self.unwrapped
@@ -112,6 +114,8 @@ class Levels(gymnasium.Env):
             world.close()
 
     def _observe(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """Returns the observation: the mission, and the image, drawn with `tile` pixels a square or as minigrid's
+        codes."""
         squares = view_around(self.unwrapped, self._codes, self._around) if self._around else observation["image"]
         pixels = image(squares, self._tile) if self._tile else np.ascontiguousarray(squares.transpose(1, 0, 2))
         self._last = {"image": pixels, "mission": observation["mission"]}

@@ -89,6 +89,7 @@ class OGBench:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
         def start(i: int, row: int) -> None:
+            """Starts the i-th of the requested episodes in `row`, and stores which world had the task."""
             playing = self._rows.get(row) or OGBenchRow()
             self._rows[row] = playing
             key = (tasks[i], seeds[i])

@@ -62,5 +62,6 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Finishes the checkpoint that is being written; after an exception only if there are no other ranks."""
         if kind is None or self.engine.world == 1:
             self.finish()

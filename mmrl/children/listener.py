@@ -58,6 +58,7 @@ class Listener:
         raise TimeoutError(f"no process connected within {limit_s:g} s")
 
     def close(self) -> None:
+        """Stops listening, and ends the thread that does."""
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens

@@ -133,6 +133,7 @@ class CompiledCall:
         self.compiled = torch.compile(block._call_impl, dynamic=True, backend=backend)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Calls the block: compiled inside `CompiledBlocks.running`, except with a key-value cache, else uncompiled."""
         # With a key-value cache compiled code would be valid for one layer only, and be compiled again for each.
         if not self.blocks.active or kwargs.get("past_key_values") is not None:
             return self.plain(*args, **kwargs)

@@ -64,6 +64,7 @@ def load(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
     frozen = {name for name, p in engine.module.named_parameters() if not p.requires_grad}
 
     def load_module(src: dict[str, Any], dst: nn.Module) -> None:
+        """Loads the weights `src` into the module. Raises UserError if its trained weights have other names."""
         unmatched = dst.load_state_dict(src, strict=False)
         different = [*unmatched.unexpected_keys, *(name for name in unmatched.missing_keys if name not in frozen)]
         if different:

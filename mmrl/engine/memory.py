@@ -108,6 +108,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Returns an output of the right shape, [..., query, width of values], without computing it."""
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)  # the log of the softmax's sum, for each row
         ctx.save_for_backward(query, key, value, out, sums)

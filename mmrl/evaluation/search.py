@@ -76,12 +76,14 @@ class Particles(Search):
     transition: DenoisingTransition = option(FlowSDE(), "the stochastic step")
 
     def check(self, offered: Capabilities) -> None:
+        """Raises ValueError unless the policy is a diffusion model."""
         if "steering" not in offered.offers:
             raise ValueError(
                 f"sample.search.type=particles needs model.type=diffusion, which {offered.source} is not; use best_of"
             )
 
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
+        """Denoises `count` chains for each prompt, resampled by rewards. Returns the best image of each prompt."""
         from mmrl.policies.diffusion.policy import DiffusionPolicy
         from mmrl.policies.diffusion.steering import Steering, steered
 

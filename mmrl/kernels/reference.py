@@ -68,6 +68,7 @@ def hidden_logprob(
     of probability 0."""
 
     def of_chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes the statistics of some rows. h: [row, width]; t: their targets [row]."""
         logits = h @ weight.t()
         if excluded is not None:
             logits = logits.index_fill(1, excluded, -torch.inf)

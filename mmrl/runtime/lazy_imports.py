@@ -104,6 +104,7 @@ class DeferredPackage:
         self._module, self._names = module, names
 
     def __getattr__(self, name: str) -> Any:
+        """Returns a placeholder for a deferred name; any other name imports the module."""
         if name in self._names:
             return Deferred(self._module, name)
         importlib.import_module(self._module)
@@ -116,6 +117,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Returns the module's usual spec, with the loader of LOADERS; None for modules that are not in LOADERS."""
         loader = LOADERS.get(name)
         if loader is None:
             return None
@@ -144,6 +146,7 @@ def importing(deferred: Mapping[str, Sequence[str]]) -> Callable[..., Any]:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
+        """Imports like Python's `__import__`, but returns placeholders if all requested names are deferred."""
         source = importlib.util.resolve_name("." * level + name, variables["__package__"]) if level else name
         if source not in deferred:
             return builtins.__import__(name, variables, local, fromlist, level)
@@ -161,6 +164,7 @@ class ScanLoader(importlib.machinery.SourceFileLoader):
     path of a file in it, and its cache distinguishes the two."""
 
     def exec_module(self, module: ModuleType) -> None:
+        """Executes the module, and replaces its function SCAN by one that takes the folder of a file."""
         super().exec_module(module)
         scan = vars(module).get(SCAN)
         if scan is not None:

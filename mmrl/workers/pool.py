@@ -196,6 +196,7 @@ class WorkerPool:
         parts = shares(len(prompts), len(self.handles))
 
         def ask(number: int) -> dict[str, Any]:
+            """Sends worker `number` its share of prompts and seeds. Returns its answer."""
             first, last = parts[number]
             share = list(prompts[first:last])
             share_seeds = [int(seed) for seed in seeds[first * group_size : last * group_size]]

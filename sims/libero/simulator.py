@@ -260,12 +260,14 @@ class LiberoScene:
         first_half_done = False
 
         def first_half() -> None:
+            """Computes positions and velocities, unless that is done already."""
             nonlocal first_half_done
             if not first_half_done:
                 mujoco.mj_step1(self._model, self._data)
             first_half_done = True
 
         def second_half() -> None:
+            """Computes the forces and moves the state forward by one step."""
             nonlocal first_half_done
             first_half()
             mujoco.mj_step2(self._model, self._data)

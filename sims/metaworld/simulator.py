@@ -81,6 +81,8 @@ class MetaWorld:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
         def start(i: int, row: int) -> None:
+            """Starts the i-th of the requested episodes in `row`; makes its environment unless it has the task
+            already."""
             playing = self._rows.get(row)
             if playing is None or playing.task != tasks[i]:
                 self._rows[row] = playing = MetaWorldRow(tasks[i])

@@ -331,6 +331,7 @@ class Tabletop:
         errors: list[Exception | None] = [None] * n
 
         def share(worker: RenderThread, indices: range) -> None:
+            """Calls `function` for the indices of one thread."""
             for i in indices:
                 try:
                     function(worker, i)

@@ -100,6 +100,7 @@ def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | No
     right of the image, and other cubes have other colors. verb: the beginning of the instruction."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
+        """Samples a scene; None if positions are too close from left to right, or TRIES positions were not enough."""
         positions = scatter(rng, cubes)
         if positions is None or abs(positions[0, 1] - positions[1, 1]) < 0.08:
             return None
@@ -121,6 +122,7 @@ def onto_pad(
     pad 0, and no other cube is in between."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
+        """Samples a scene; None if the positions of cubes and pads were rejected."""
         positions = push_line(rng, cubes + PADS) if straight else scatter(rng, cubes + PADS)
         if positions is None:
             return None

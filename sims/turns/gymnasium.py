@@ -74,6 +74,8 @@ class GymnasiumWorld(Environment):
         self.actions = settings.actions or {str(number): number for number in range(count)}
 
     def start(self, prompt: Prompt) -> list[Message]:
+        """Resets the environment with the prompt's seed. Returns a message with the first image, and the prompt's text
+        or the mission."""
         observation, _ = self.env.reset(seed=prompt.metadata["seed"])
         mission = observation.get("mission", "") if isinstance(observation, dict) else ""
         text = prompt.text or str(mission)

@@ -61,6 +61,7 @@ class RemoteEnvironment(Environment):
         self._tools: Sequence[dict[str, Any]] = ()
 
     def start(self, prompt: Prompt) -> Sequence[Message]:
+        """Starts a conversation in the worker. Returns its first messages."""
         answer = self._call(("start", prompt))
         tools = _parsed(answer.get("tools"))
         self._tools = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
@@ -120,6 +121,8 @@ def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str
     playing: list[Environment] = []  # the environment of the running conversation, if there is one
 
     def answer(request: tuple[str, Any]) -> dict[str, Any]:
+        """Answers a request: messages, the end and the reward of a turn; or "raised", the text of the environment's
+        error."""
         try:
             if request[0] == "close":
                 while playing:

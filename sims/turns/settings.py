@@ -237,6 +237,7 @@ class ToolsSettings(EnvironmentSettings):
         return any(tool.reward for tool in self.tools)
 
     def check(self) -> None:
+        """Raises ValueError if a tool needs a package that is not installed."""
         for tool in self.tools:
             try:
                 tool.check()
@@ -244,6 +245,7 @@ class ToolsSettings(EnvironmentSettings):
                 raise ValueError(f"task.environment.tools: {error}") from None
 
     def make(self) -> Environment:
+        """Makes an environment for one conversation; the tools, which have no state, are shared."""
         from mmrl.sims.turns.tools import ToolEnvironment
 
         tools = [(shared_tool(settings), settings.reward) for settings in self.tools]

@@ -54,6 +54,7 @@ class TimedEnvironment(Environment):
             self._timed(lambda environment: environment.close())
 
     def _timed(self, method: Callable[[Environment], Value]) -> Value:
+        """Returns `method(environment)`. Raises Fault if it exceeds the time limit, and at every later call."""
         environment = self._environment
         if environment is None:
             raise Fault("it was not called again, since an earlier call exceeded deadline_s")

@@ -241,6 +241,8 @@ class ToolEnvironment(Environment):
         return [tool.schema for tool in self._tools.values()] if self._described == "template" else ()
 
     def start(self, prompt: Prompt) -> Sequence[Message]:
+        """Returns the prompt's messages, with images in the size that the policy sees, and the tools described in the
+        system message if `described` says so."""
         messages = [replace(m, parts=tuple(map(self._shown, m.parts))) for m in prompt.messages]
         if self._described == "system":
             listed = "\n".join(json.dumps(tool.schema) for tool in self._tools.values())

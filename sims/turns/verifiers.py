@@ -139,6 +139,8 @@ def policy_client(events: queue.Queue[Any]) -> object:
         async def get_response(
             self, prompt: object, model: str, sampling_args: object, tools: object = None, **_: object
         ) -> object:
+            """Puts the prompt into `events`, and awaits the policy's response to it. Returns the response in the
+            package's format."""
             answer: Future[str] = Future()
             events.put(("prompt", (prompt, tools, answer)))
             text = await asyncio.wrap_future(answer)

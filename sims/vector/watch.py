@@ -67,6 +67,7 @@ class CallWatch:
             return min(end for _, end in self._calls.values()) - now if self._watching else None
 
     def _warn(self, call_name: str) -> None:
+        """Logs that a call takes longer than the limit. call_name: "reset" or "step"."""
         log.warning(
             "simulator %s: a %s takes longer than %g s and cannot be interrupted, since it runs in the trainer's "
             "process; set task.workers to 1 or more, so that a worker that hangs is replaced",

@@ -161,6 +161,7 @@ class Workers:
         return actions
 
     def close(self) -> None:
+        """Ends all workers. All connections are closed first, so that they end at the same time."""
         for worker in self._workers:
             worker.child.hang_up()
         for worker in self._workers:
@@ -182,6 +183,7 @@ class Workers:
         out.errors = [lost.get(i) for i in range(len(rows))]
 
         def merge(worker: SimulatorWorker, indices: list[int], local_rows: list[int]) -> None:
+            """Asks one worker and writes its reply to `out`, or its error to each of its rows."""
             try:
                 _merge(ask(worker, indices, local_rows), out, indices)
             except SimulatorError as error:

@@ -35,6 +35,8 @@ class Pairs(ABC):
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns prompt `index` with the chosen and the rejected image or video in its metadata. Raises UserError if a
+        file cannot be read, or the two differ in size."""
         prompt = self.prompts[index]
         target, rejected = (self.read(self._path(prompt, key), f"row {prompt.id}") for key in SIDES)
         if target.shape != rejected.shape:

@@ -97,6 +97,7 @@ def _json_lines(path: Path, data: bytes) -> Iterator[TableEntry]:
 
 
 def _is_object(line: bytes) -> bool:
+    """Returns whether a line is a JSON object."""
     try:
         return isinstance(parsed(line), dict)
     except RowError:

@@ -39,6 +39,7 @@ class RewriterPrompts:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns prompt `index` for the rewriter: the template, filled with the original prompt's text."""
         prompt = self.source[index]
         demonstration = prompt.metadata.get("reasoning", prompt.text)
         metadata = {"demonstration": demonstration, **prompt.metadata, "original": prompt}

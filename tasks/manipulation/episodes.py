@@ -29,6 +29,8 @@ class EpisodeSource:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns start state `index` as a prompt. Consecutive ones have different tasks; the seed grows after each
+        round of tasks."""
         if not 0 <= index < self.size:
             raise IndexError(index)
         task, seed = self.tasks[index % len(self.tasks)], self.first_seed + index // len(self.tasks)
@@ -84,6 +86,8 @@ class EpisodeDemonstrations:
         return len(self._steps)
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns step `index`, counted over all episodes, as a prompt: its observation, the actions that follow, and
+        the rest of the episode if it has rewards."""
         episode_index, step = self._steps[index]
         episode = self.episodes[episode_index]
         metadata: dict[str, Any] = {

@@ -53,6 +53,8 @@ class SuccessJudge(TwoWordJudgeReward):
         self._scores: dict[int, tuple[ref[Episode], Score]] = {}
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Returns the judge's probabilities of success, or with `threshold` 1 or 0; None for an episode without a
+        score."""
         probabilities = self.probabilities(samples)
         if self.threshold is None:
             return probabilities

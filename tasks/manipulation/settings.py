@@ -75,6 +75,7 @@ class ExpertDemonstrations(DemonstratedEpisodes):
         return self.model_copy(update={"episodes": min(self.episodes, episodes)})
 
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
+        """Records `episodes` episodes of the expert for each task, and returns a prompt for each of their steps."""
         from mmrl.tasks.manipulation.episodes import Disturbance, EpisodeDemonstrations, record_expert
 
         prompts = [starts[i] for i in range(self.episodes * len(task.settings.tasks))]
@@ -128,6 +129,8 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
         return episodes
 
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
+        """Reads the dataset, and returns a prompt for each step of its episodes. A simulator is built for its
+        dimensions only."""
         from mmrl.errors import UserError
         from mmrl.tasks.manipulation.episodes import EpisodeDemonstrations
         from mmrl.tasks.manipulation.selection import EpisodeSelection

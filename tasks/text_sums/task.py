@@ -61,6 +61,8 @@ class Sums:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns sum `index`: a random pair of summands of the split, determined by the split, the seed and
+        `index`."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

@@ -29,6 +29,8 @@ class VideoPairs(Pairs):
         super().__init__(path, max_bad_share=max_bad_share, field=field)
 
     def read(self, path: Path, row: str) -> Tensor:
+        """Returns the video of a file, [frame, channel, height, width] float32, 0 to 1. Raises UserError, which names
+        `row`, if it cannot be read or is too short."""
         try:
             video = VideoFiles(ImageFiles(self.root), self.num_frames).decode(str(path))
         except RowError as error:

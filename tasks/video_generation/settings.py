@@ -146,6 +146,7 @@ class VideoGenerationSettings(TaskSettings):
         return self.data.shows_held_out
 
     def build(self, seed: int) -> VideoGeneration:
+        """Builds the task. seed: the random seed of the training prompts."""
         from mmrl.rewards import RewardSet
         from mmrl.tasks.video_generation.task import VideoGeneration
 

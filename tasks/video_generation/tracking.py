@@ -130,6 +130,8 @@ class MotionChecked:
         self.partial, self.part = partial, part
 
     def score(self, samples: Sequence[Sample]) -> list[float | None]:
+        """Returns the reward of each sample's video: 1 or 0, with `partial` the mean of `part_scores`, with `part` one
+        of them; None for a video that holds NaN or inf."""
         videos = stack_videos(
             samples, (GENERATION_CANVAS.num_frames, 1, GENERATION_CANVAS.size, GENERATION_CANVAS.size)
         )

@@ -69,6 +69,8 @@ class Games:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns the prompt of game `index`, with a function in its metadata that plays it and returns an expert's
+        responses."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         prompt = self.game.prompt(self.first_seed + index)

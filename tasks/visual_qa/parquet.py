@@ -76,6 +76,7 @@ class ParquetRows:
         return verdicts.stamp(self._path)
 
     def __getitem__(self, row: int) -> object:
+        """Returns row `row` of the file as a mapping. Raises RowError if its row group cannot be read."""
         group = bisect_right(self._starts, row) - 1
         with self._lock:
             table = self._table(group)

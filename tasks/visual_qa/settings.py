@@ -377,6 +377,7 @@ class ConversationFilesData(ConversationRows):
         from mmrl.tasks.visual_qa.data.rows import RowSource
 
         def read(path: Path) -> Source:
+            """Opens a file of conversations."""
             rows, fields = file_rows(path, self.parquet_gib), self._fields(path.parent)
             return RowSource(
                 rows,
@@ -410,6 +411,7 @@ class HuggingFaceConversationsData(ConversationRows):
         from mmrl.tasks.visual_qa.data.rows import RowSource
 
         def read(split: str) -> Source:
+            """Opens a split of the dataset."""
             return RowSource(
                 split_rows(self.name, split, self.options, self.stream),
                 self._fields(None),

@@ -66,6 +66,8 @@ class Folder:
         self.exchange, self.describe = exchange, describe
 
     def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
+        """Writes the weights and the model's other files into the folder of this version. Raises UserError if that
+        fails."""
         try:
             self.exchange.claim()
             write_weights(coming.folder, weights)
@@ -116,6 +118,7 @@ class Broadcast:
         self.group: BroadcastGroup | None = None  # with the workers of all engines
 
     def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
+        """Writes the model's files without weights, at the first call only. Raises UserError if that fails."""
         if self.prepared:
             return
         try:
@@ -130,6 +133,7 @@ class Broadcast:
         return self.folder
 
     def arguments(self) -> dict[str, Any]:
+        """Returns vLLM's options for an engine that starts without weights."""
         return {
             "load_format": UNLOADED,
             "worker_extension_cls": "mmrl.generation.weight_sync.dummy_loader.UnloadedArrival",

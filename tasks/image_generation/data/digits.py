@@ -106,6 +106,8 @@ class DigitPromptSource:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns prompt `index`, which asks for digit `index` % 10. Its text and images are random, but determined by
+        the split, the seed and `index`."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

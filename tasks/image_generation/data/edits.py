@@ -124,6 +124,8 @@ class EditedShapes:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns prompt `index`, which is random but determined by the split, the seed and `index`; its metadata: see
+        the class."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
@@ -192,6 +194,7 @@ class EditChecked:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns the rewards of samples whose images are finite: 1 or 0, or with `part` a share of correct cells."""
         images = stack_images(samples, (3, SIZE, SIZE))
         changed, unchanged = cell_accuracies(images, _metadata(samples, "source"), _metadata(samples, "expected"))
         if self.part is not None:

@@ -90,6 +90,8 @@ class NamedSource:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns prompt `index`, which asks for thing `index` % 24. Its text and image are random, but determined by
+        the split, the seed and `index`."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
@@ -194,6 +196,8 @@ class Recognised:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns the rewards of samples whose images are finite: 1 if the requested thing is recognised, else 0; with
+        `soft` its probability."""
         logits = self._classifier(stack_images(samples, (3, SIZE, SIZE)).clamp(0, 1))
         labels = torch.tensor([sample.prompt.answer for sample in samples])
         if self._soft:

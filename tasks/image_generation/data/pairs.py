@@ -26,6 +26,8 @@ class ImagePairs(Pairs):
         super().__init__(path, max_bad_share=max_bad_share, field=field)
 
     def read(self, path: Path, row: str) -> Tensor:
+        """Returns the image of a file, [channel, height, width] float32, 0 to 1. Raises UserError, which names `row`,
+        if it cannot be read."""
         try:
             with Image.open(path, formats=FORMATS) as opened:
                 pixels = np.asarray(to_rgb(opened).convert(self.mode), dtype=np.float32) / 255

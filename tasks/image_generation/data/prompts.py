@@ -35,6 +35,7 @@ def load(
     check_format = CHECKS[format]
 
     def check(row: Mapping[str, Any], prompt: str) -> None:
+        """Raises RowError if a row lacks what `format` needs, or an image to edit."""
         if check_format is not None:
             check_format(row, prompt)
         if images is not None:

@@ -240,6 +240,8 @@ class ShapesSource:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns prompt `index`, which is random but determined by the split, the seed and `index`; its metadata: see
+        the class."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

@@ -72,6 +72,7 @@ class PromptsToEdit:
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns prompt `index` with its decoded images. Raises UserError if one cannot be decoded."""
         prompt = self.prompts[index]
         try:
             return self.images.open(prompt)

@@ -148,6 +148,8 @@ class ShapesChecked:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
+        """Returns the rewards of samples whose images are finite: 1 or 0, or with `partial` the mean of
+        `part_scores`."""
         rewards = []
         for sample, objects in zip(samples, _find_cached(samples), strict=True):
             scores = list(part_scores(sample.prompt.metadata["scene"], objects).values())

@@ -228,6 +228,8 @@ class ChartsSource:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns question `index`: a random part of a random series, drawn as a chart. Everything is determined by the
+        split, the seed and `index`."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

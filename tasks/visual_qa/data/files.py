@@ -116,6 +116,7 @@ class _JsonLines:
         return verdicts.stamp(self._path)
 
     def __getitem__(self, row: int) -> object:
+        """Reads and parses one line. Raises RowError if it is not JSON, or too long."""
         line = self._lines[row]
         with self._opened() as file:
             file.seek(line.offset)
@@ -148,6 +149,7 @@ class _TableRows:
         return verdicts.stamp(self._path)
 
     def __getitem__(self, row: int) -> object:
+        """Returns a row of the table. Raises RowError if it could not be read."""
         value = self._table.entries[row].value
         if isinstance(value, RowError):
             raise value

@@ -109,6 +109,8 @@ class RowSource:
         return [BadRow(self._rows.number(row), self._message(row)) for row in sorted(self._reasons)]
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns the prompt of row `index`, or of the next good row if it cannot be used. Raises UserError if none
+        can, or too many are bad."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is out of range: there are {len(self)} prompts")
         # If the row turns out to be bad, the next good one is returned; after the last row the first one follows.
@@ -218,6 +220,7 @@ class RowSource:
         )
 
     def _warn(self) -> None:
+        """Logs the rows that are left out, each with the reason."""
         if self._reasons:
             log.warning(
                 "%s: %d of %d rows cannot be used and are left out:", self.name, len(self._reasons), len(self._rows)

@@ -34,6 +34,7 @@ class WordsSource:
         return len(self._questions)
 
     def __getitem__(self, index: int) -> Prompt:
+        """Returns question `index`, such as "Is a fox an animal?", with the answer yes or no."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         kind, name, answer = self._questions[index]

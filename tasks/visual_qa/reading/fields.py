@@ -195,6 +195,8 @@ class Fields:
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
     def _parse_list(self, value: str, field: str) -> Any:
+        """Parses a string in brackets as a JSON list. field: the column, for the message. Raises RowError if it is not
+        one."""
         try:
             return json.loads(value)
         except ValueError as error:

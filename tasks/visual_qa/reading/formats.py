@@ -24,6 +24,8 @@ class RowFormat:
     answer: str | None
 
     def matches(self, row: Mapping[str, Any]) -> bool:
+        """Returns whether a row has the columns of this format; without an answer column, whether its messages end in
+        an assistant's reply."""
         problem = value_of(row, self.problem)
         if self.answer is not None:
             return problem is not None and value_of(row, self.answer) is not None
