@@ -190,7 +190,7 @@ class OGBenchRow:
         return np.asarray(self._expert.select_action(self.observation, self.info), np.float32)
 
     def instruction(self, sides: bool = True) -> str:
-        """Returns the instruction of the world; `sides` as in `OGBench`."""
+        """Returns the instruction of the world. sides: whether it names the side or direction, see `OGBench`."""
         info, task = self.info, self.info["privileged/target_task"]
         if task == "button":
             return f"press the {('left', 'right')[info['privileged/target_button']]} button"

@@ -100,7 +100,8 @@ def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
 
 
 def resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all options of a simulator, with the defaults of those that are not set. Raises UserError as `build`."""
+    """Returns all options of a simulator, by name: the values in `options`, else the defaults. Raises UserError if the
+    simulator's name is unknown or its package is not installed."""
     # without the first parameter, the number of rows
     parameters = list(inspect.signature(_load(name)).parameters.values())[1:]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}

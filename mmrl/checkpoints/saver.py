@@ -28,8 +28,8 @@ class Saver:
         self._pending: Pending | None = None
 
     def save(self, step: int, state: dict[str, Any], rank_state: dict[str, Any]) -> None:
-        """Begins a checkpoint, and finishes it unless it is written in the background. Arguments and errors are those
-        of `store.begin` and `store.finish`."""
+        """Begins a checkpoint, and finishes it unless it is written in the background. Arguments: see `store.begin`.
+        Raises UserError if weights are NaN or infinite, or if a checkpoint could not be written."""
         self.finish()
         self._pending = store.begin(self.folder, step, state, rank_state, self.engine, background=self._in_background())
         if not self._pending.writing.background:

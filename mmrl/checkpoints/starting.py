@@ -94,7 +94,7 @@ def read_origin(weights: Path) -> Tree | None:
 def check_warm_start(final: Path, config: Tree, path: str) -> bool:
     """Returns whether `final` holds the final weights of the warm start `path`, whose configuration is `config`.
 
-    Raises UserError if they are those of another configuration, or are damaged.
+    Raises UserError if they were trained with another configuration, or are damaged.
     """
     if not final.is_dir():
         return False

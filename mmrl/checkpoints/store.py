@@ -35,8 +35,8 @@ def begin(
 ) -> Pending:
     """Writes folder/step-N under a temporary name, or begins to. A collective, which `end` completes.
 
-    state: the same on all ranks. rank_state: this rank's, with the states of its averages of weights by name in
-    `averages` and of its unfinished rollouts in `pending`. background: a thread writes copies of both.
+    state: the same on all ranks. rank_state: the state of this rank, with the states of its averages of weights by name
+    in `averages` and of its unfinished rollouts in `pending`. background: a thread writes copies of both.
 
     Raises UserError if weights are NaN or infinite.
     """
@@ -98,7 +98,7 @@ def finish(
     """Adds the manifest to the folder `pending`, which all ranks have written to, and renames it to `target`. A
     collective.
 
-    problem: why this rank could not write; None where it could. file_records: those of the files that this rank wrote.
+    problem: why this rank could not write; None where it could. file_records: sizes and checksums of this rank's files.
     what: "checkpoint" or "weights", for the error. Raises UserError where a rank could not write.
     """
     everyone = engine.gather((problem, file_records))
@@ -284,7 +284,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """Raises UserError for the first key that differs between two configurations and must not change within a run.
-    saved: the configuration in the checkpoint `path`. now: that of the current run."""
+    saved: the configuration in the checkpoint `path`. now: the configuration of the current run."""
     permitted = set((now.get("checkpoint") or {}).get("may_change") or ())
     for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
         fixed = resume_obstacle(key, before, after)

@@ -253,7 +253,7 @@ class Engine(Ranks):
     def __init__(
         self, module: nn.Module, optim: Optim, settings: EngineSettings, *, total_steps: int = 1, dtype: str = "float32"
     ) -> None:
-        """total_steps: optimizer steps of the whole run, for schedules. dtype: that of the module's weights."""
+        """total_steps: optimizer steps of the whole run, for schedules. dtype: the dtype of the module's weights."""
         super().__init__(settings.timeout)
         self.zero_stage = settings.zero_stage
         self._trained = [p for p in module.parameters() if p.requires_grad]
@@ -318,7 +318,7 @@ class Engine(Ranks):
     # --- one optimizer step ---
 
     def backward(self, loss: Tensor) -> None:
-        """Computes gradients of a micro-batch's loss and adds them to those of earlier micro-batches."""
+        """Computes the gradients of a micro-batch's loss and adds them to the gradients of earlier micro-batches."""
         self.mark()
         with nullcontext() if self._compiled is None else self._compiled.running():  # where activations are recomputed
             # DeepSpeed averages gradients over ranks; with a global denominator their sum is right.

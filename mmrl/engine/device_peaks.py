@@ -12,7 +12,7 @@ class DevicePeak:
     """Peak rates of a GPU.
 
     name: a part of the driver's name for it. bfloat16: dense matrix products in bf16 with fp32 accumulation (fp16 where
-    the GPU has no bf16), in TFLOP/s. float32: the same in fp32 without TF32. bandwidth: that of its memory, in TB/s.
+    the GPU has no bf16), in TFLOP/s. float32: the same in fp32 without TF32. bandwidth: of its memory, in TB/s.
     """
 
     name: str

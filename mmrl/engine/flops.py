@@ -137,7 +137,7 @@ def in_backward() -> bool:
 
 
 def count(compute: Callable[[], object]) -> Flops:
-    """Runs `compute` and returns its operations, and those of a backward pass from its outputs."""
+    """Runs `compute` and returns its operations and the operations of a backward pass from its outputs."""
     with FlopCounter() as counter:
         compute()
     return counter.total
@@ -185,7 +185,7 @@ class Meter(ABC):
     _threads: ClassVar[set[int]] = set()  # ids of threads that are inside a metered call
 
     def __init__(self, network: nn.Module | None) -> None:
-        """network: the module whose forward calls are metered; None: the blocks of `call` are."""
+        """network: the module whose forward calls are metered; None: only the blocks inside `with call(...)` are."""
         self._open: dict[int, tuple[FlopCounter, Callable[[FlopCounter], None]] | None] = {}  # by thread
         if network is not None:
             network.register_forward_pre_hook(lambda _, args, kwargs: self._begin(args, kwargs), with_kwargs=True)

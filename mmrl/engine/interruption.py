@@ -43,7 +43,7 @@ class Interruption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restores os._exit and the handlers; those of SIGTERM and SIGUSR1 only if neither came."""
+        """Restores os._exit and the handlers, but the handlers of SIGTERM and SIGUSR1 only if neither signal came."""
         os._exit = self._exit
         if ENDED_IN_C is not None:
             faulthandler.unregister(ENDED_IN_C)

@@ -134,7 +134,7 @@ def sharded_weights(
 
 
 def allocate_moments(engine: DeepSpeedEngine, stage: int, states: States) -> None:
-    """Has a new optimizer allocate its moments, by a step with gradient 0, and sets its step count to that of `states`.
+    """Has a new optimizer allocate its moments, by a step with gradient 0, and sets its step count as in `states`.
     The step may change weights by their decay; all weights are overwritten afterwards."""
     optimizer = engine.basic_optimizer
     updated = masters(engine, stage)

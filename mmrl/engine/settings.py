@@ -174,6 +174,7 @@ class EngineSettings(Section):
 
     @model_validator(mode="after")
     def _compiles_whole_weights(self) -> EngineSettings:
+        """Rejects compile with ZeRO-3."""
         if self.compile != "none" and self.zero_stage == 3:
             raise ValueError(
                 f"compile={self.compile} does not go with engine.zero_stage=3, which gathers weights in the midst of a "
@@ -183,6 +184,7 @@ class EngineSettings(Section):
 
     @model_validator(mode="after")
     def _offload_needs_zero(self) -> EngineSettings:
+        """Rejects an offload that the ZeRO stage cannot do."""
         if self.offload == "all" and self.zero_stage != 3:
             raise ValueError("offload=all moves the parameters and needs engine.zero_stage=3")
         if self.offload == "optimizer" and self.zero_stage == 0:

@@ -82,8 +82,8 @@ def protocol_lines(protocol_fields: dict[str, Any], temperature: float) -> list[
 
 
 def rates_by_task(task: Task, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Returns the results of each task by its name, see `_summary`; with several tasks, also those of all together
-    under "all".
+    """Returns the results of each task by its name, see `_summary`; with several tasks, also the results of all
+    together under "all".
 
     Episodes that the simulator lost, whose accuracy is NaN, are left out.
     """

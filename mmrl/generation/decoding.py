@@ -106,8 +106,8 @@ AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
 
 @contextmanager
 def decoding(config: PreTrainedConfig) -> Iterator[None]:
-    """Context in which a model computes attention by `shared_heads`, if it uses SDPA. config: that of its language
-    model."""
+    """Context in which a model computes attention by `shared_heads`, if it uses SDPA. config: the
+    configuration of its language model."""
     original = config._attn_implementation
     if original in ("sdpa", PACKED):
         config._attn_implementation = SHARED_HEADS

@@ -309,10 +309,10 @@ def clipped_surrogate(
 
         values = -min(r A, clamp(r, 1 - low, 1 + high) A), r = exp(log_ratio)        PPO, arXiv 1707.06347
 
-    log_ratio: [B, T]; advantages: [B] or [B, T], detached; mask: [B, T]. `mode`, `total` (the number of counted
-    decisions or rollouts of the whole batch; 0-d or a number) and `length` are those of a masked mean: token_mean,
-    sequence_mean, sequence_sum, constant. Statistics are means over the counted decisions: ratio, clip_low, clip_high.
-    Gradients flow to `log_ratio`.
+    log_ratio: [B, T]; advantages: [B] or [B, T], detached; mask: [B, T]. `mode`: token_mean, sequence_mean,
+    sequence_sum or constant, how a masked mean combines the decisions; `total`: the number of counted decisions or
+    rollouts of the whole batch, 0-d or a number; `length`: the divisor of constant. Statistics are means over the
+    counted decisions: ratio, clip_low, clip_high. Gradients flow to `log_ratio`.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")

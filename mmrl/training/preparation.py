@@ -154,8 +154,9 @@ class Preparation:
         return rollouts
 
     def by_length(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Regroups the micro-batches of each minibatch by length, and splits those of more than engine.micro_tokens,
-        where these are configured. All ranks get the same number, since every backward pass is a collective."""
+        """Regroups the micro-batches of each minibatch by length, and splits micro-batches of more than
+        engine.micro_tokens, where these are configured. All ranks get the same number, since every backward pass is a
+        collective."""
         tokens = self.config.engine.token_limit
         if not self.sorts and tokens is None:
             return parts
@@ -171,9 +172,9 @@ class Preparation:
     def compute_logprobs(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> bool:
         """Fills in log-probabilities under the policy that sampled the rollouts and under the reference policy.
 
-        They are computed in the micro-batches of `parts`; those that rollouts already have are kept. Returns whether
-        the old ones are complete. Those of the first minibatch are left out if its update is the first one: the
-        current policy is still the old one then, and the loss uses its log-probabilities. Other minibatches need no
+        They are computed in the micro-batches of `parts`, unless the rollouts already have them. Returns whether
+        `old_logp` is complete. The first minibatch gets none if its update is the first one: the current policy is
+        still the old one then, and the loss uses its log-probabilities. Other minibatches need no
         forward pass if the policy recorded log-probabilities while sampling. If a critic's values are missing, they are
         computed here too, and every decision is a time step.
         """

@@ -40,7 +40,7 @@ ATTEMPTS = 3  # starts of a worker for one request
 
 @dataclass(frozen=True)
 class WorkerWeights:
-    """Weights that workers have or are about to load. number: their version, from 1. checksums: those of the tensors in
+    """Weights that workers have or are about to load. number: their version, from 1. checksums: of the tensors in
     `folder`, by name. controls: the states of schedules, see `Schedules.state`."""
 
     number: int
@@ -182,8 +182,8 @@ class WorkerPool:
         return [sample for part in self._distribute(prompts, 1, seeds, {"respond": True}) for sample in part]
 
     def counts(self) -> dict[str, float]:
-        """Returns the policy's counts of events by name: the maximum of the count in this process and that of the
-        workers, since a truncated prompt is counted once in each."""
+        """Returns the policy's counts of events by name: the larger of the count in this process and the workers'
+        count, since a truncated prompt is counted once in each."""
         local = self.policy.counts()
         with self._lock:
             remote, self._counted = self._counted, {}
@@ -261,7 +261,7 @@ def shares(prompts: int, workers: int) -> list[tuple[int, int]]:
 
 
 def weights(module: nn.Module, *, trained: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and copies of the parameters that are trained, or of those that are not. Under ZeRO-3 all ranks must
+    """Yields names and copies of the parameters that are trained, or that are not. Under ZeRO-3 all ranks must
     call it, since each parameter is gathered."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == trained:

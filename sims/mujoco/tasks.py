@@ -78,7 +78,7 @@ def scatter(
     rng: Generator, count: int, start: Sequence[NDArray] = (), free: Callable[[NDArray], bool] = lambda point: True
 ) -> NDArray | None:
     """Samples positions at least APART from one another, for which `free` is true. Returns [count, 2], beginning with
-    those of `start`; None if TRIES samples do not give so many."""
+    the positions `start`; None if TRIES samples do not give `count` of them."""
     positions = list(start)
     for _ in range(TRIES):
         if len(positions) == count:
@@ -274,8 +274,8 @@ def descend(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDA
 
 def funnel(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDArray:
     """Returns the action target [4] of an approach to `goal` from above: its height falls continuously from `hover` to
-    that of `goal` as the horizontal distance shrinks. A policy that estimates this distance only to within a centimetre
-    could not imitate a height that jumps."""
+    the height of `goal` as the horizontal distance shrinks. A policy that estimates this distance only to within a
+    centimetre could not imitate a height that jumps."""
     share = np.clip((horizontal_distance(view.tip, goal) - SURE) / 0.02, 0, 1)
     return aim(over(goal, goal[2] + share * (hover - goal[2])), gripper)
 

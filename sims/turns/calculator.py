@@ -35,7 +35,7 @@ def value(expression: str) -> float:
 
 
 def _value(node: ast.expr) -> float:
-    """Evaluates the syntax tree of an expression; errors as `value`."""
+    """Evaluates the syntax tree of an expression. Raises ToolError for other syntax, and for a number above LARGEST."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         number: Any = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:

@@ -15,9 +15,9 @@ from mmrl.rollouts import Message, Prompt
 class Reply:
     """An environment's reply to a response: messages to which the policy responds next, or the end.
 
-    reward: that of this turn. tool: the name of the tool that the response called. error: why the response could not be
-    executed; the messages should tell the policy too. facts: further information for rewards, metrics and tables:
-    numbers, text, lists and dicts by name.
+    reward: the reward of this turn alone. tool: the name of the tool that the response called. error: why the response
+    could not be executed; the messages should tell the policy too. facts: further information for rewards, metrics and
+    tables: numbers, text, lists and dicts by name.
     """
 
     messages: Sequence[Message] = ()

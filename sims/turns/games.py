@@ -57,12 +57,14 @@ class Cards(Game):
         return CardGame(self.rounds, self.choices)
 
     def prompt(self, seed: int) -> Prompt:
+        """Returns the prompt of the game with this seed. The rules take turns from seed to seed."""
         from mmrl.rollouts import Prompt
 
         rule = self.rules[seed % len(self.rules)]
         return Prompt(f"cards-{seed}", f"Match the {rule}.", metadata={"seed": seed, "kind": rule})
 
     def demonstration(self, prompt: Prompt) -> list[str]:
+        """Returns the right answer of each round."""
         from mmrl.sims.turns.cards import deal
 
         rule, seed = prompt.metadata["kind"], prompt.metadata["seed"]
@@ -110,6 +112,7 @@ class Gymnasium(NamedActions):
             locate(self.expert, "task.game.expert")
 
     def demonstration(self, prompt: Prompt) -> list[str]:
+        """Plays the game with the function `expert`. Raises ValueError if it is not set."""
         if self.expert is None:
             raise ValueError("task.game.expert is not set: name a function that gives the right action")
         return load_attribute("mmrl.sims.turns.gymnasium:demonstrated")(
@@ -154,6 +157,7 @@ class OpenEnv(Game):
 
     @model_validator(mode="after")
     def _one_place(self) -> OpenEnv:
+        """Checks that either target or address is set, and action exactly with target."""
         if (self.target is None) == (self.address is None):
             raise ValueError("type=openenv: set either target or address")
         if (self.target is None) != (self.action is None):
@@ -161,6 +165,7 @@ class OpenEnv(Game):
         return self
 
     def check(self) -> None:
+        """Imports target and action. Raises ValueError if the package is needed and not installed."""
         if self.address is not None and importlib.util.find_spec("openenv") is None:
             raise ValueError("task.game.type=openenv needs the package openenv-core: pip install openenv-core")
         for target, key in ((self.target, "task.game.target"), (self.action, "task.game.action")):
@@ -190,6 +195,7 @@ class Verifiers(Game):
 
     @model_validator(mode="after")
     def _one_place(self) -> Verifiers:
+        """Checks that either env or target is set."""
         if (self.target is None) == (self.env is None):
             raise ValueError("type=verifiers: set either env or target")
         return self

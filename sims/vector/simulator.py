@@ -87,7 +87,7 @@ class VectorSim:
 
     simulator: steps the environments.
     shares: sets of rows that different threads may step at the same time; None: all rows are one share.
-    name: the simulator's name in messages; None: that of its class.
+    name: the simulator's name in messages; None: its class's name.
     patience_s: seconds after which a warning is logged if a reset or step has not returned; None: never, for simulators
         with deadlines of their own.
     counters: nan_actions (numbers that were not finite), dropped_episodes, restarts (of workers).

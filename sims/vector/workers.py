@@ -40,7 +40,7 @@ class SimulatorError(RuntimeError):
 class Workers:
     """The simulator `name` with `count` rows, divided among `workers` processes. It is a `Simulator` itself.
 
-    options: those of the simulator: numbers, text, lists and dicts, since they are sent as JSON.
+    options: keyword arguments of the simulator: numbers, text, lists and dicts, since they are sent as JSON.
     deadline_s: time limit of a reset, a chunk of actions or a call of the expert. A worker that takes longer, raises or
         ends is replaced. The episodes of its rows are lost and reported in `Transition.errors`; other workers continue.
     python: the workers' Python interpreter, for a simulator in another virtual environment. mmrl must be importable
@@ -225,7 +225,7 @@ class Workers:
 class SimulatorWorker:
     """A worker process with its rows. Construction starts it; the first request waits until it is ready.
 
-    instructions: those of the rows with an episode in this process. fault: why the previous process was replaced.
+    instructions: by row, for the rows with an episode in this process. fault: why the previous process was replaced.
     """
 
     def __init__(self, recipe: dict[str, Any], deadline_s: float, launch: Launch):
@@ -292,7 +292,7 @@ def make_launcher(name: str, python: str | None, ray: str | None) -> Launch:
 
 def _merge(reply: Mapping[str, Any], out: Transition, indices: Sequence[int]) -> None:
     """Writes a worker's reply to the rows `indices` of `out`. Raises SimulatorError if its arrays have other dimensions
-    than those of the first worker."""
+    than the first worker's."""
     for name in ARRAYS:
         target, array = vars(out)[name], reply[name]
         if array.shape != (len(indices), *target.shape[1:]):

@@ -37,7 +37,7 @@ class Table:
 
 
 def suffix_of(path: Path) -> str:
-    """Returns the suffix of a file; a .gz at the end is ignored, so that of rows.csv.gz is .csv."""
+    """Returns the suffix of a file; a .gz at the end is ignored: rows.csv.gz has the suffix .csv."""
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 

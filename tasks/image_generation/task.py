@@ -54,7 +54,7 @@ class ImageGeneration:
         return ImageGeneration(train, evaluation, rewards, RewardSet([accuracy]), scorer, edits=data.edits)
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Returns unweighted rewards [rollout, component], float32, NaN for those that could not be computed.
+        """Returns unweighted rewards [rollout, component], float32; NaN: it could not be computed.
 
         group: [rollout] int64, the index of each rollout's prompt; None: rollouts of equal prompt ids are a group.
         """

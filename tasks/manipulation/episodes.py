@@ -156,7 +156,7 @@ def record_expert(
     """Records an episode of the simulator's scripted expert from each start state.
 
     starts: task and seed of each start state. successful_only: leave out episodes that failed. seed: the seed of the
-    disturbance. record_executed: record the disturbed actions that were executed, not those of the expert.
+    disturbance. record_executed: record the disturbed actions that were executed, not the expert's.
 
     Raises UserError if the simulator has no expert, or if no episode is left.
     """

@@ -60,8 +60,8 @@ def load(
     """Reads the selected episodes of a dataset.
 
     States and actions are held in memory. Images are decoded on access, resized to `image_shape` (height, width, 3),
-    and then cached if all of them together need at most `memory_gib`. cameras: those of the simulator, whose images are
-    side by side in one image of `image_shape`.
+    and then cached if all of them together need at most `memory_gib`. cameras: the simulator's cameras, whose images
+    are side by side in one image of `image_shape`.
 
     Raises UserError with the name of the file if something is missing or does not fit the simulator's dimensions, and
     if the share of unusable episodes exceeds the selection's limit.
@@ -246,7 +246,7 @@ class _Dataset:
 
     def _episode_rows(self, file: Path, number: int) -> Mapping[str, NDArray]:
         """Returns the columns of an episode by name: state [frame, state], action [frame, action], timestamp and
-        episode_index [frame], and those of REWARD_FEATURES that the dataset has, [frame, 1]."""
+        episode_index [frame], and the REWARD_FEATURES that the dataset has, [frame, 1]."""
         if self._rows is None or self._rows[0] != file:
             names = [self.state, self.action, *(name for name in REWARD_FEATURES if name in self.features)]
             table = _table(file, ["episode_index", "timestamp", *names])

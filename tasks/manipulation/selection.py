@@ -33,8 +33,8 @@ class EpisodeSelection:
     def select(self, name: str, numbers: Sequence[int], splits: Mapping[str, Any]) -> list[int]:
         """Returns the selected episode numbers.
 
-        name: that of the dataset, for messages. numbers: all of its episode numbers, ascending. splits: from the name
-        of a split to "FIRST:END", positions in `numbers`. Raises UserError for numbers and splits that do not exist.
+        name: the dataset's name, for messages. numbers: all of its episode numbers, ascending. splits: by name,
+        "FIRST:END", a range of positions in `numbers`. Raises UserError for numbers and splits that do not exist.
         """
         in_split = self._in_split(name, numbers, splits)
         if self.episodes is None or isinstance(self.episodes, int):
@@ -50,7 +50,8 @@ class EpisodeSelection:
         return list(self.episodes)
 
     def _in_split(self, name: str, numbers: Sequence[int], splits: Mapping[str, Any]) -> list[int]:
-        """Returns the episode numbers of the split; arguments and errors as `select`."""
+        """Returns the episode numbers of the split, by default TRAIN if the dataset has it and no list of
+        episodes is set, else ALL. Arguments: see `select`. Raises UserError for a split that does not exist."""
         split = self.split
         if split is None:
             is_list = self.episodes is not None and not isinstance(self.episodes, int)
@@ -76,8 +77,8 @@ class EpisodeSelection:
     def read_usable(self, name: str, episodes: Sequence[int], read: Callable[[int], Episode]) -> list[Episode]:
         """Reads episodes. Those for which `read` raises UserError are logged and left out.
 
-        name: that of the dataset, for messages. episodes: their numbers. Raises UserError if more than the share
-        `max_bad_share` is left out, or all are.
+        name: the dataset's name, for messages. episodes: the numbers of the episodes. Raises UserError if more than the
+        share `max_bad_share` is left out, or all are.
         """
         usable, bad = list[Episode](), list[str]()
         for number in episodes:

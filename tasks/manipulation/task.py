@@ -112,7 +112,7 @@ class Manipulation:
 def judge_measures(name: str, judge: SuccessJudge, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Returns the success according to a judge, and whether the simulator's success differs from it, [sample] each.
     NaN if the judge gives no verdict, and for episodes without images, which a resumed evaluation has read from its
-    file. name: that of the reward."""
+    file. name: the judge's name in the metrics."""
     indices = [
         i for i, s in enumerate(samples) if s.episode is not None and (s.episode.lost or s.episode.frames is not None)
     ]
@@ -135,7 +135,7 @@ class ShuffledInstructions:
         self.cameras, self.action_bounds = cameras_of(simulator), action_bounds_of(simulator)
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
-        """Starts episodes as `Simulator.reset`. If `rows` are 0, 1, ..., all other rows count as not started; otherwise
+        """Starts an episode in each of `rows`. If `rows` are 0, 1, ..., all other rows count as not started; otherwise
         `rows` join those that have started."""
         is_new_batch = list(rows) == list(range(len(rows)))
         self.started = sorted(set(rows) if is_new_batch else {*self.started, *rows})

@@ -30,7 +30,7 @@ class TextSums:
         self.reward_names, self.reward_weights = self.rewards.names, self.rewards.weights
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns unweighted rewards [rollout, component], float32, NaN for those that could not be computed. group:
+        """Returns unweighted rewards [rollout, component], float32; NaN: it could not be computed. group:
         [rollout], the index of each rollout's prompt."""
         return self.rewards.score(samples, group)
 

@@ -15,7 +15,7 @@ from mmrl.rollouts import Sample
 def stack_videos(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
     """Stacks the videos of samples: [sample, frame, channel, height, width] float32, 0 to 1 in gamut, not clamped.
 
-    size: the expected shape of a video; None: that of the first video. Raises UserError for a sample without a video,
+    size: the expected shape of a video; None: the first video's shape. Raises UserError for a sample without a video,
     or with one of another shape.
     """
     videos = [video_of(sample).float() for sample in samples]

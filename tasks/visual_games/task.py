@@ -31,7 +31,7 @@ class VisualGames:
         self.reward_names, self.reward_weights, self.rewards = rewards.names, rewards.weights, rewards
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns unweighted rewards [rollout, component], float32, NaN for those that could not be computed. group:
+        """Returns unweighted rewards [rollout, component], float32; NaN: it could not be computed. group:
         [rollout], the index of each rollout's prompt."""
         return self.rewards.score(samples, group)
 

@@ -47,7 +47,7 @@ class VisualQA:
         return VisualQA(train_source, held_out, rewards, accuracy, settings.environment)
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns unweighted rewards [rollout, component], float32, NaN for those that could not be computed. group:
+        """Returns unweighted rewards [rollout, component], float32; NaN: it could not be computed. group:
         [rollout], the index of each rollout's prompt, for rewards that compare the rollouts of a prompt."""
         return self.rewards.score(samples, group)
 
@@ -57,7 +57,7 @@ class VisualQA:
 
     def use_resize(self, resize: Mapping[str, int] | None) -> None:
         """Tells rewards with the option coordinates=resized how the model's image processor resizes images. Raises
-        UserError like `RewardSet.use_resize`."""
+        UserError if a reward sets other numbers, or needs them and `resize` is None."""
         self.rewards.use_resize(resize)
         self.verifier.use_resize(resize)
 

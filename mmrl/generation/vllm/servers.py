@@ -75,7 +75,7 @@ class Servers:
         """Collective.
 
         folder: a folder that all servers can read, for the files that engines start from and for weights. options:
-        those of each engine, whose settings are a `VLLMServer`. describe: writes the configuration and the processor of
+        how each engine runs, with `VLLMServer` as settings. describe: writes the configuration and the processor of
         the model into a folder. gather: returns the list of all ranks' values. say: shows a message to the user.
 
         Raises UserError if vLLM has to be started and is not installed, and if there is no such Ray cluster.
@@ -290,7 +290,8 @@ class Servers:
     def ask(
         self, servers: Sequence[int], requests: Sequence[Request], sampling: Sampling, eos: tuple[int, ...]
     ) -> list[Answer]:
-        """Samples like `generate`, by the engines with the indices `servers`."""
+        """Samples the requested responses by the engines with the indices `servers`. Raises UserError if a
+        request does not fit or is refused, or if none of these engines is left."""
         for request in requests:
             check_length(request, self.options.context)
         share = -(-len(requests) // len(servers))  # rounded up; so that each server gets requests

@@ -203,7 +203,8 @@ class Arrival:
     untouched = True  # whether the engine still has the values of `ramp`, with which it was filled
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], filled: bool = True) -> None:
-        """Replaces all weights; names and shapes are those of the model's checkpoint. filled: see `CopyWatch`."""
+        """Replaces all weights. weights: tensors by the names in the model's checkpoint, in its shapes. filled: see
+        `CopyWatch`."""
         if not torch.cuda.is_available():
             repack_experts(self.model_runner.get_model())
         additional: Any = self.vllm_config.additional_config
@@ -222,7 +223,7 @@ class Arrival:
         self.receive(read_folder(Path(folder)), filled=str(self.vllm_config.model_config.model) == folder)
 
     def standing(self) -> dict[str, Any]:
-        """See `Receiver.standing`."""
+        """Returns the state of this worker, see `Receiver.standing`."""
         return self._receiver().standing()
 
     def receive_broadcast(self, rendezvous: dict[str, Any], first: int, base: str) -> None:

@@ -15,7 +15,7 @@ from mmrl.rollouts import Sample
 def stack_images(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
     """Stacks the images of samples: [sample, channel, height, width] float32, 0 to 1 in gamut, not clamped.
 
-    size: the expected shape of an image; None: that of the first image. Raises UserError for a sample without an image,
+    size: the expected shape of an image; None: the first image's shape. Raises UserError for a sample without an image,
     or with one of another shape.
     """
     images = [image_of(sample).float() for sample in samples]

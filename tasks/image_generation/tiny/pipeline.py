@@ -32,9 +32,9 @@ def stable_diffusion_3(
 ) -> None:
     """Writes a StableDiffusion3Pipeline without a third text encoder, whose latents are the pixels.
 
-    words: the vocabulary of the text encoders; patch: pixels along a side of a patch; width: of the transformer; depth:
-    its number of layers. Use it with model.text_tokens=1: diffusers appends that many zero tokens in place of the
-    tokens of the third encoder.
+    words: the vocabulary of the text encoders; patch: pixels along a side of a patch; width: channels of the
+    transformer; depth: its number of layers. Use it with model.text_tokens=1: diffusers appends that many zero tokens
+    in place of the tokens of the third encoder.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -22,7 +22,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def _with_role(message: object) -> object:
-    """Converts a message with `from` and `value` (ShareGPT) to one with `role` and `content`; others stay."""
+    """Converts a message with `from` and `value` (ShareGPT) to one with `role` and `content`. Returns any other
+    message unchanged."""
     if not isinstance(message, Mapping) or "role" in message or "from" not in message:
         return message
     return {"role": SHAREGPT.get(message["from"], message["from"]), "content": message.get("value")}

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def value_of(row: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of a column; a dotted name is that of a nested one. Returns None if there is no such column."""
+    """Returns the value of a column; a.b names the column b inside a. Returns None if there is no such column."""
     if name in row:
         return row[name]
     value: Any = row
