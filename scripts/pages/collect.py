@@ -45,15 +45,18 @@ def images(page: Path, text: str) -> list[Path]:
 
 
 def without_source_links(text: str) -> str:
-    """Returns text in which a link to a file that the site does not have, such as a module, is its name alone."""
+    """Returns text in which a link to a file that the site does not have is its name alone: a module, or a page of the
+    tests."""
 
-    def kept(found: re.Match[str]) -> str:
-        image, label, target = found.groups()
+    def replaced(link: re.Match[str]) -> str:
+        image, label, target = link.groups()
         path = target.partition("#")[0]
+        if path.endswith(".md") and "tests" in Path(path).parts:
+            return label
         on_site = image or "://" in target or path == "" or path.endswith(".md")
-        return found.group() if on_site else f"`{label}`"
+        return link.group() if on_site else f"`{label}`"
 
-    return LINK.sub(kept, text)
+    return LINK.sub(replaced, text)
 
 
 def python_markdown(text: str) -> str:

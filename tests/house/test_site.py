@@ -30,6 +30,19 @@ def test_links_to_modules_become_names():
     assert collect.without_source_links(text) == text.replace("[job.py](../job.py)", "`job.py`")
 
 
+def test_links_to_pages_of_tests_become_their_text():
+    assert collect.without_source_links("[Tests](../../tests/faults/README.md) do.") == "Tests do."
+
+
+def test_links_of_pages_lead_to_pages_of_the_site():
+    for page in collect.pages():
+        text = collect.without_source_links(page.read_text())
+        for image, _, target in collect.LINK.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            path = target.partition("#")[0]
+            if not image and "://" not in target and path:
+                assert (page.parent / path).resolve() in collect.pages(), (page, target)
+
+
 def test_language_models_get_every_page_with_what_it_is_for():
     text = collect.llms((ROOT / "mkdocs.yml").read_text())
     entries = dict(re.findall(r"^- \[(.+?)\]\((\S+)\)(?:: .+)?$", text, flags=re.M))
