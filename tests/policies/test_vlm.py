@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmrl import kernels
 from mmrl.engine.snapshot import Snapshot
@@ -22,6 +23,7 @@ from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm import prompts as chats
 from mmrl.policies.vlm.responses import runner
 from mmrl.policies.vlm.responses.tokens import end_tokens
+from mmrl.policies.vlm.scorer import without_checkpointing
 from mmrl.rollouts import Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, image, loaded, mixed
 
@@ -665,6 +667,15 @@ def test_activation_checkpointing_changes_memory_only(family, load, lora):
     assert grads[0].keys() == grads[1].keys()
     for name, want in grads[0].items():
         torch.testing.assert_close(grads[1][name], want, atol=1e-6, rtol=1e-6)
+
+
+def test_an_error_while_generating_leaves_activation_checkpointing_on(load):
+    policy = load("qwen2_5_vl")
+    layer = next(m for m in policy.module.modules() if isinstance(m, GradientCheckpointingLayer))
+    with pytest.raises(ZeroDivisionError), without_checkpointing(policy.module):
+        assert not layer.training
+        1 / 0  # noqa: B018
+    assert layer.training
 
 
 @FULL_FIRST

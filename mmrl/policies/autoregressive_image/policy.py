@@ -17,7 +17,7 @@ from mmrl.policies.autoregressive_image.scorer import ImageTokenScorer, position
 from mmrl.policies.autoregressive_image.settings import ImageTokenDemonstrations, ImageTokenDrawing
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.tokenizers import Tokenizer
-from mmrl.policies.vlm.scorer import set_checkpointing, transformers_model
+from mmrl.policies.vlm.scorer import set_checkpointing, transformers_model, without_checkpointing
 from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_image_parts
 from mmrl.runtime.files import use_default_mode
 from mmrl.schedules.schedule import Schedule
@@ -174,11 +174,10 @@ class ImageTokenPolicy:
             [torch.cat([image, question, text]) for image, text in zip(image_inputs, texts, strict=True)]
         )
         images = torch.stack([s.image for s in rollouts.samples if s.image is not None]).to(self.device)
-        set_checkpointing(self.module, False)
-        hidden = self.writer.hidden_with_images(
-            self.module.model, ids, mask.long(), images, position_ids=positions(mask), use_cache=False
-        )
-        set_checkpointing(self.module, True)
+        with without_checkpointing(self.module):
+            hidden = self.writer.hidden_with_images(
+                self.module.model, ids, mask.long(), images, position_ids=positions(mask), use_cache=False
+            )
         likelihoods = []
         for i, text in enumerate(texts):
             # rows are padded on the left, so the text ends each row; a token is predicted from the one before it

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from mmrl.generation.sampling import add_gumbel_noise
 from mmrl.policies.autoregressive_image.prompts import NO_TEXT, ImageTokenPrompts, ImageTokenRecord
-from mmrl.policies.vlm.scorer import set_checkpointing
+from mmrl.policies.vlm.scorer import without_checkpointing
 from mmrl.rollouts import Prompt
 from mmrl.samplers.chain import derive_seed
 
@@ -30,7 +30,13 @@ class ImageTokenSampler:
     ) -> list[ImageTokenRecord]:
         """Samples one image per prompt; image i depends on seeds[i] alone. temperature: 0 takes the most likely tokens.
         guidance: classifier-free guidance scale; 1: none."""
-        set_checkpointing(self.module, False)
+        with without_checkpointing(self.module):
+            return self._sample(prompts, seeds, temperature, guidance)
+
+    def _sample(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, guidance: float
+    ) -> list[ImageTokenRecord]:
+        """Samples as `sample` does, while gradient checkpointing is off."""
         prompt_ids = [self.prompts.encode_prompt(prompt) for prompt in prompts]
         texts = (
             self._sample_texts(prompt_ids, seeds, temperature)
@@ -52,7 +58,6 @@ class ImageTokenSampler:
             ids = token[:, None] if guidance == 1 else token.repeat(2)[:, None]
             mask = torch.cat([mask, torch.ones_like(ids, dtype=torch.bool)], 1)
         tokens = torch.stack(sampled, 1)
-        set_checkpointing(self.module, True)
         return [
             ImageTokenRecord(prompt, tokens[i], temperature or 1.0, texts[i]) for i, prompt in enumerate(prompt_ids)
         ]

@@ -95,8 +95,10 @@ class Routing:
         routes when it recomputes a layer, also outside the context.
         """
         self.routes = routes
-        yield
-        self.routes = None
+        try:
+            yield
+        finally:
+            self.routes = None
 
     def differences(self) -> Tensor:
         """Returns the share of recorded experts, over all layers, that the routers themselves would not have selected,

@@ -4,7 +4,8 @@ logits of a full batch."""
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,6 +219,17 @@ def set_checkpointing(module: nn.Module, on: bool) -> None:
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = on
+
+
+@contextmanager
+def without_checkpointing(module: nn.Module) -> Iterator[None]:
+    """Switches gradient checkpointing off inside the context, so that layers use the key-value cache, and on again
+    afterwards, also after an error."""
+    set_checkpointing(module, False)
+    try:
+        yield
+    finally:
+        set_checkpointing(module, True)
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

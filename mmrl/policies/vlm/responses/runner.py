@@ -20,7 +20,7 @@ from mmrl.policies.vlm.responses.flops import ResponseFlops
 from mmrl.policies.vlm.responses.packing import pack_rows, worthwhile
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.routing import Routing
-from mmrl.policies.vlm.scorer import TokenScorer, set_checkpointing, transformers_model
+from mmrl.policies.vlm.scorer import TokenScorer, transformers_model, without_checkpointing
 from mmrl.rollouts import Prompt
 
 # `model_type` of families for which sharing a prompt between its responses, and packing, are tested.
@@ -118,10 +118,9 @@ class ModelRunner:
     ) -> list[Tensor]:
         """Generates at most limits[i] tokens after the prompt and response of row i, with seeds[i]. Returns the new
         token ids of each row, [token] int64."""
-        set_checkpointing(self.module, False)
         shares = self.shares_prompts(training=False)
-        responses = (self._generate_shared if shares else self._generate_unshared)(rows, seeds, sampling, limits)
-        set_checkpointing(self.module, True)
+        with without_checkpointing(self.module):
+            responses = (self._generate_shared if shares else self._generate_unshared)(rows, seeds, sampling, limits)
         prefilled = distinct_rows(rows)[0] if shares else rows
         shared = shares and not any(row.observed_images for row in rows)
         self.flops.sampled(rows, prefilled, responses[: len(rows)], shared=shared)
