@@ -140,11 +140,12 @@ class BabyAI:
             raise UserError(
                 f"babyai: around must be 0, or odd and at least 3, so that the agent is in the middle; got {around}"
             )
-        if not levels or tile < 0 or max_steps < 1:
-            raise UserError(
-                f"babyai: at least one level, tile >= 0 and max_steps >= 1 are needed, "
-                f"not {levels=}, {tile=}, {max_steps=}"
-            )
+        if not levels:
+            raise UserError("babyai: levels is empty; name at least one level")
+        if tile < 0:
+            raise UserError(f"babyai: tile must not be negative, not {tile}")
+        if max_steps < 1:
+            raise UserError(f"babyai: max_steps must be at least 1, not {max_steps}")
         tasks = [f"{level}{suffix}" for level in levels for suffix in ("", SUFFIX)]
         self._inner = GymnasiumSimulator(
             count,

@@ -247,7 +247,8 @@ class GymnasiumSimulator:
         keys = observation if isinstance(observation, dict) else {}
         if self._mission not in keys:
             raise UserError(
-                f"gymnasium observation has no key {self._mission!r}; its keys: {', '.join(keys) or 'none'}"
+                f"gymnasium observation has no key {self._mission!r}; its keys: {', '.join(keys) or 'none'}; set "
+                "task.options.mission to one of them, or to null"
             )
         return str(keys[self._mission][row])
 

@@ -69,10 +69,10 @@ class OGBench:
         if observation not in ("state", "rgb"):
             near = nearest(observation, ("state", "rgb"))
             raise UserError(f"ogbench: unknown observation {observation!r}{near}; known: state, rgb")
-        if image_size < 8 or max_steps < 1:
-            raise UserError(
-                f"ogbench: image_size must be at least 8 and max_steps at least 1, not {image_size} and {max_steps}"
-            )
+        if image_size < 8:
+            raise UserError(f"ogbench: image_size must be at least 8 pixels, not {image_size}")
+        if max_steps < 1:
+            raise UserError(f"ogbench: max_steps must be at least 1, not {max_steps}")
         if reward not in ("sparse", "shaped"):
             raise UserError(f"ogbench: reward must be 'sparse' or 'shaped', not {reward!r}")
         self._shaped, self._sides = reward == "shaped", sides
@@ -168,7 +168,7 @@ class OGBenchRow:
             if self.info["privileged/target_task"] == task and not self._locked(task):
                 break
         else:
-            raise UserError(f"ogbench: no start of task {task!r} in {TRIES} random worlds")
+            raise UserError(f"ogbench: no start of task {task!r} in {TRIES} random worlds; choose another seed or task")
         quality = self.env.model.vis.quality
         quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of an image on a CPU
         self.steps, self._expert = 0, None

@@ -61,7 +61,8 @@ def build(
         raise UserError(f"simulator {name!r}: the number of environments must be at least 1, not {count}")
     if not 1 <= turns <= max(workers, 1):
         raise UserError(
-            f"simulator {name!r}: turns must be from 1 to {max(workers, 1)} with workers={workers}, not {turns}"
+            f"simulator {name!r}: turns must be from 1 to {max(workers, 1)} with workers={workers}, not {turns}; "
+            "raise workers, or lower turns"
         )
     simulator: Simulator
     shares, patience_s = None, None
@@ -143,7 +144,7 @@ def _load(name: str) -> Callable[..., Simulator]:
             raise UserError(
                 f"simulator {name!r}: {error}; install it with: {extra_command(EXTRAS.get(name, name))}"
             ) from error
-        raise UserError(f"simulator {name!r}: {error}; is its folder on PYTHONPATH?") from error
+        raise UserError(f"simulator {name!r}: {error}; add the folder of that module to PYTHONPATH") from error
     if attribute not in members:
         raise UserError(f"simulator {name!r}: module {module_name} has no {attribute!r}{nearest(attribute, members)}")
     return members[attribute]

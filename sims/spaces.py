@@ -163,7 +163,7 @@ class ObservationReader:
 
     def __init__(self, space: gymnasium.Space, images: Sequence[str] | None, states: Sequence[str] | None) -> None:
         self.parts = dict(leaves(space))
-        self.images = [] if images is None else [leaf for name in images for leaf in self._below(name)]
+        self.images = [] if images is None else [leaf for name in images for leaf in self._below(name, "image")]
         for name in self.images:
             if not is_image(self.parts[name]):
                 raise UserError(
@@ -173,7 +173,7 @@ class ObservationReader:
         if states is None:
             self.states = ["" for part in (space,) if isinstance(part, spaces.Box) and not is_image(part)]
         else:
-            self.states = [leaf for name in states for leaf in self._below(name)]
+            self.states = [leaf for name in states for leaf in self._below(name, "state")]
         for name in self.states:
             if not self.parts[name].is_np_flattenable:
                 raise UserError(
@@ -181,11 +181,15 @@ class ObservationReader:
                     "number of values; name others in task.options.state"
                 )
 
-    def _below(self, name: str) -> list[str]:
-        """Returns the names of the leaves with or below a name. Raises UserError if there are none."""
+    def _below(self, name: str, option: str) -> list[str]:
+        """Returns the names of the leaves with or below a name. option: "image" or "state", for the message. Raises
+        UserError if there are none."""
         below = [leaf for leaf in self.parts if leaf == name or leaf.startswith(f"{name}.")]
         if not below:
-            raise UserError(f"gymnasium observation has no key {name!r}; its keys: {', '.join(self.parts) or 'none'}")
+            raise UserError(
+                f"gymnasium observation has no key {name!r}; its keys: {', '.join(self.parts) or 'none'}; correct "
+                f"task.options.{option}"
+            )
         return below
 
     @property

@@ -62,10 +62,15 @@ class HiddenRegions(View):
                 "view.type=hidden_regions needs boxes of the prompt's own image and cannot hide regions of what an "
                 "environment shows; choose another view"
             )
-        if prompt.metadata.get(self.boxes) is None or not prompt.seen_images:
+        if prompt.metadata.get(self.boxes) is None:
             raise UserError(
-                f"prompt {prompt.id!r} has no metadata {self.boxes!r}, or no image; set view.boxes to the metadata's "
-                "key of boxes"
+                f"prompt {prompt.id!r} has no metadata {self.boxes!r}, the boxes that view.type=hidden_regions hides; "
+                "add them to its row, or set view.boxes to the key that holds them"
+            )
+        if not prompt.seen_images:
+            raise UserError(
+                f"prompt {prompt.id!r} has no image, which view.type=hidden_regions needs; add one to its row, or "
+                "choose another view"
             )
 
     def change(self, prompt: Prompt) -> Prompt:

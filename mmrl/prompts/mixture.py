@@ -40,7 +40,7 @@ class CategorySampler(PromptSampler):
             if self.by not in prompt.metadata:
                 raise UserError(
                     f"rollout.sampler.by={self.by}: prompt {prompt.id!r} has no such metadata; it has "
-                    f"{', '.join(sorted(prompt.metadata)) or 'none'}"
+                    f"{', '.join(sorted(prompt.metadata)) or 'none'}; name a key that the rows of all prompts have"
                 )
             members.setdefault(str(prompt.metadata[self.by]), []).append(index)
         self._members = {name: members[name] for name in sorted(members)}

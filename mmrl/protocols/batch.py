@@ -149,7 +149,10 @@ class Batch:
         local = [value if value is None or isinstance(value, int | float) else str(value) for value in raw]
         values = self.gather_list(local)
         if any(value is None for value in values):
-            raise KeyError(f"{name} is not a column of rollouts, and not all prompts have it in their metadata")
+            raise KeyError(
+                f"{name} is not a column of rollouts ({', '.join(COLUMNS)}), and not all prompts have it in their "
+                "metadata; name a column, or add the key to every row"
+            )
         if all(isinstance(value, int | float) for value in values):
             return torch.tensor([float(value) for value in values])
         index = {text: number for number, text in enumerate(sorted({str(value) for value in values}))}

@@ -45,7 +45,8 @@ class Teachers:
 
         if self.loader is None:
             raise UserError(
-                f"teacher {path}: a policy that was built outside of a job cannot load it; build it by a Job"
+                f"teacher {path} cannot be loaded, because the policy was built outside of a job; let mmrl.Job build "
+                "the policy"
             )
         # The run's random numbers must not depend on the step in which a teacher is loaded.
         with torch.random.fork_rng(devices=[]), name_second_model("teacher.path"):

@@ -119,4 +119,4 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
         hub.create_repo(name, private=private, exist_ok=True)
         return str(hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Weights trained with mmrl"))
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
-        raise UserError(f"{name}: {' '.join(str(error).split())}") from None
+        raise UserError(f"{name} cannot be written to the hub: {' '.join(str(error).split())}") from None

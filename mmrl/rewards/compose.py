@@ -40,8 +40,8 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
         return _build_under_interpreter(spec, spec.python, failures)
     if spec.name in NEEDS_OWN_PYTHON:
         raise ValueError(
-            f"reward {spec.name!r} needs python: the interpreter of an environment of its own, which mmrl rewards "
-            f"install {spec.name} makes"
+            f"reward {spec.name!r} needs python: the interpreter of an environment of its own; run mmrl rewards "
+            f"install {spec.name}, which makes it and prints the lines to write"
         )
     reward = build(
         spec.name,
@@ -58,7 +58,7 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     if isinstance(reward, SavingReward) and not isinstance(reward, StatefulReward):
         raise ValueError(
             f"reward {spec.name!r} has a method state() but no load(state), so a resumed run could not restore it; "
-            "define both, or rename state"
+            "define load(state), too, or rename state()"
         )
     if isinstance(reward, IsolatedReward):
         failures.max_timeouts = spec.max_timeouts or MAX_TIMEOUTS
@@ -73,7 +73,8 @@ def _build_under_interpreter(spec: RewardSpec, python: str, failures: Failures) 
     `RewardProcess` and `_check_batch_size`, and for settings that only isolated rewards have."""
     if spec.isolated or spec.workers is not None or spec.limits is not None:
         raise ValueError(
-            f"reward {spec.name!r}: python gives it one process of its own; leave out isolated, workers and limits"
+            f"reward {spec.name!r}: with python it runs in one process of its own; leave out isolated, workers and "
+            "limits"
         )
     failures.max_timeouts = spec.max_timeouts or MAX_TIMEOUTS_IN_PROCESS
     reward = RewardProcess(
@@ -92,7 +93,7 @@ def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
         return
     option = "on_timeout" if spec.on_timeout != "unscored" else "deadline_s" if spec.deadline_s is not None else None
     if option is not None:
-        raise ValueError(f"reward {spec.name!r}: {option} needs isolated: true, which runs it in a process")
+        raise ValueError(f"reward {spec.name!r}: {option} needs isolated: true, which runs the reward in processes")
 
 
 def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
@@ -102,7 +103,8 @@ def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
         return
     if not isinstance(reward, BatchReward) or isinstance(reward, IsolatedReward) or reward.scope != "sample":
         raise ValueError(
-            f"reward {spec.name!r} does not accept batch_size: it scores single samples, groups or whole batches"
+            f"reward {spec.name!r} does not accept batch_size, because it does not score batches of samples; remove "
+            "batch_size"
         )
     if spec.batch_size < 1:
         raise ValueError(f"reward {spec.name!r}: batch_size must be at least 1, not {spec.batch_size}")

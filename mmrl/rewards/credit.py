@@ -75,7 +75,7 @@ def abstention(
     ValueError unless wrong <= silent <= right.
     """
     if not wrong <= silent <= right:
-        raise ValueError(f"wrong <= silent <= right must hold, got {wrong}, {silent}, {right}")
+        raise ValueError(f"wrong <= silent <= right must hold, but wrong={wrong}, silent={silent} and right={right}")
     is_right, abstentions = exact_match(), [normalize_text(phrase) for phrase in phrases]
 
     def reward(sample: Sample) -> float | None:
@@ -149,7 +149,7 @@ def boxes_in_reasoning(*, at_least: int = 1, at_most: int = 20) -> Reward:
     So the reasoning refers to image regions. Forms of boxes: see `mmrl.rewards.parsing.boxes`.
     """
     if not 0 < at_least <= at_most:
-        raise ValueError(f"0 < at_least <= at_most must hold, got {at_least} and {at_most}")
+        raise ValueError(f"0 < at_least <= at_most must hold, but at_least={at_least} and at_most={at_most}")
 
     def reward(sample: Sample) -> float:
         boxes = parse_boxes(split_thoughts(full_response(sample))[0])
@@ -165,7 +165,7 @@ def sections(*, tags: Sequence[str]) -> Reward:
     them. The opening tag of a first section `think` may be in the prompt, where the chat template puts it.
     """
     if not tags or len(set(tags)) != len(tags):
-        raise ValueError(f"tags must be different names, at least one, got {list(tags)}")
+        raise ValueError(f"tags must be different names, one or more, not {list(tags)}")
 
     def reward(sample: Sample) -> float:
         remaining = full_response(sample).strip()

@@ -124,11 +124,12 @@ def build(
     if target is not None and not callable(target):
         raise ValueError(f"reward {name!r} is neither a function nor a class, but {type(target).__name__}")
     if signature != "mmrl":
-        if target is None or isolated:
+        if target is None:
             raise ValueError(
-                f"reward {name!r}: signature: {signature} needs a custom function, package.module:function, without "
-                "isolated: true"
+                f"reward {name!r}: signature: {signature} is for your own function, package.module:function; remove it"
             )
+        if isolated:
+            raise ValueError(f"reward {name!r}: signature: {signature} works only without isolated: true; remove one")
         return _build_checked(name, partial(adapt, name, target, signature, options))
     if target is not None and not inspect.isclass(target):
         check_signature(name, target)
@@ -197,4 +198,4 @@ def _check_options(name: str, parameters: Iterable[inspect.Parameter], options: 
             raise ValueError(f"reward {name!r} has no option {key!r}{nearest(key, names)}; known: {valid}")
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in options]
     if missing:
-        raise ValueError(f"reward {name!r} needs option {', '.join(missing)}")
+        raise ValueError(f"reward {name!r} needs option {', '.join(missing)}; write options: {{{missing[0]}: ...}}")

@@ -41,7 +41,9 @@ class TwinMargin:
     def __init__(self, *, reward: str, options: dict[str, Any] | None = None):
         self.reward: Reward | BatchReward = load_object("mmrl.rewards.registry:build")(reward, options)
         if isinstance(self.reward, BatchReward) and self.reward.scope != "sample":
-            raise ValueError(f"twin_margin cannot use {reward}, which compares samples with one another")
+            raise ValueError(
+                f"twin_margin cannot use {reward}, which compares samples with one another; name another reward"
+            )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         with_twins = [replace(sample, prompt=twin_of(sample.prompt)) for sample in samples]

@@ -95,7 +95,7 @@ def numeric(*, rtol: float | None = None, atol: float | None = None) -> Reward:
     ignored. A percent sign is a unit, not a factor. The reward is None if no gold answer has a number.
     """
     if any(tolerance is not None and tolerance < 0 for tolerance in (rtol, atol)):
-        raise ValueError(f"rtol and atol must not be negative, not {rtol} and {atol}")
+        raise ValueError(f"rtol and atol must not be negative, but rtol={rtol} and atol={atol}")
 
     @lru_cache(maxsize=4096)
     def gold_number(gold: str) -> Quantity | None:
@@ -147,7 +147,8 @@ def overlong_penalty(*, buffer: int, max_length: int | None = None) -> Reward:
     default the maximal response length of the run.
     """
     if buffer < 1 or (max_length is not None and buffer > max_length):
-        raise ValueError(f"buffer must lie in 1 .. max_length, not {buffer}")
+        most = "" if max_length is None else f" and at most max_length={max_length}"
+        raise ValueError(f"buffer must be at least 1{most}, not {buffer}")
 
     def reward(sample: Sample) -> float:
         limit = sample.max_response_length if max_length is None else max_length
@@ -173,7 +174,7 @@ def random(*, seed: int = 0, probability: float = 0.5) -> Reward:
     A run that still improves under it does so for another reason than the reward.
     """
     if not 0 <= probability <= 1:
-        raise ValueError(f"probability must lie in 0 .. 1, not {probability}")
+        raise ValueError(f"probability must be from 0 to 1, not {probability}")
     rng = _random.Random(seed)
 
     def reward(sample: Sample) -> float:

@@ -78,7 +78,10 @@ def visible_devices(numbers: Iterable[int]) -> str:
     visible = [name.strip() for name in variable.split(",") if name.strip()]
     numbers = list(numbers)
     if beyond := [number for number in numbers if number >= len(visible)]:
-        raise UserError(f"GPU {beyond[0]} was requested, but {VISIBLE}={variable} lists {len(visible)}")
+        raise UserError(
+            f"GPU {beyond[0]} was requested, but {VISIBLE}={variable} lists {len(visible)}, counted from 0; list more, "
+            "or request fewer"
+        )
     return ",".join(visible[number] for number in numbers)
 
 

@@ -27,7 +27,9 @@ TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 def check_mode(image: Image.Image) -> None:
     """Raises ValueError for image modes whose pixels have no known display range: 32-bit numbers and Lab."""
     if image.mode not in (*PLAIN, *TRANSPARENT, *SIXTEEN_BIT):
-        raise ValueError(f"pixels of Pillow's mode {image.mode} have no known range; save it with 8 or 16 bits, as RGB")
+        raise ValueError(
+            f"pixels of Pillow's mode {image.mode} have no known range; save the image with 8 or 16 bits, as RGB"
+        )
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -73,7 +75,9 @@ def decode_data_url(url: str) -> bytes:
     """Returns the bytes of the image file in a data URL, data:image/png;base64,... Raises ValueError for other URLs."""
     head, mark, data = url.partition(",")
     if not head.lower().startswith("data:image/") or not mark:
-        raise ValueError(f"{url[:40]!r}: images are not fetched; write a path, or data:image/png;base64,...")
+        raise ValueError(
+            f"{url[:40]!r}: images are not fetched from the web; write a path, or data:image/png;base64,..."
+        )
     text = unquote(data)
     if not head.lower().endswith(";base64"):
         raise ValueError(f"{head!r:.40}: only base64 is read; write data:image/png;base64,...")

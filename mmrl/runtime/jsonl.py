@@ -41,7 +41,7 @@ def parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
     except UnicodeDecodeError as error:
-        raise RowError(f"not JSON, for it is not UTF-8: {error}") from None
+        raise RowError(f"not JSON, for it is not UTF-8: {error}; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise RowError(f"not JSON: {error}") from None
     except RecursionError:
@@ -77,7 +77,7 @@ def check_value(value: object, field: str, depth: int = 0) -> None:
 def check_finite(value: object, field: str) -> None:
     """Raises RowError for a number that is NaN or infinite, which no answer equals."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise RowError(f"field {field!r} is {value}, which no answer equals")
+        raise RowError(f"field {field!r} is {value}, which no answer equals; write a finite number")
 
 
 def _check_text(text: str, field: str) -> None:
@@ -86,7 +86,9 @@ def _check_text(text: str, field: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
-        raise RowError(f"field {field!r}: half of a surrogate pair, {ascii(half)}, at {error.start}") from None
+        raise RowError(
+            f"field {field!r}: half of a surrogate pair, {ascii(half)}, is character {error.start}; remove it"
+        ) from None
 
 
 def _check_size(number: int, field: str) -> None:
@@ -95,5 +97,5 @@ def _check_size(number: int, field: str) -> None:
         float(number)
     except OverflowError:
         raise RowError(
-            f"field {field!r}: an integer of {number.bit_length()} bits, beyond the range of floats"
+            f"field {field!r}: an integer of {number.bit_length()} bits, beyond the range of floats; write it as text"
         ) from None

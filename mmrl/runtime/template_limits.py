@@ -87,7 +87,9 @@ def render_template(name: str, owner: HasTemplate, messages: list[Any], **option
     with limit, limit_memory_growth(TEMPLATE_BYTES, too_large):
         text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     if len(text) > LONGEST:
-        raise UserError(f"{name}: its chat template makes {len(text)} characters of a conversation; {ADVICE}")
+        raise UserError(
+            f"{name}: its chat template makes {len(text)} characters of a conversation, more than {LONGEST}; {ADVICE}"
+        )
     return text
 
 

@@ -297,7 +297,7 @@ def check_draw_range(bounds: tuple[float, float]) -> None:
     """Raises ValueError unless 0 < low < high < 1 for the bounds of noise levels."""
     low, high = bounds
     if not 0 < low < high < 1:
-        raise ValueError(f"draw_range must be two rising numbers inside (0, 1), not {list(bounds)}")
+        raise ValueError(f"draw_range must be [low, high] with 0 < low < high < 1, not {list(bounds)}")
 
 
 def transitions_for(space: Space) -> list[str]:

@@ -73,6 +73,6 @@ def ddim_grid(alphas_cumprod: Tensor, timesteps: Tensor, final_alpha: float = 1.
     if len(times) < 1 or bool((times.diff() >= 0).any()):
         raise ValueError(f"timesteps must be strictly decreasing and not empty, not {times.tolist()}")
     if int(times.min()) < 0 or int(times.max()) >= len(alphas_cumprod):
-        raise ValueError(f"timesteps must lie in [0, {len(alphas_cumprod) - 1}]")
+        raise ValueError(f"timesteps must be from 0 to {len(alphas_cumprod) - 1}, not {times.tolist()}")
     sigmas = (1 - alphas_cumprod.double()[times]).sqrt()
     return Grid(torch.cat([sigmas, sigmas.new_tensor([math.sqrt(1 - final_alpha)])]), times.float())

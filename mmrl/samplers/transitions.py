@@ -102,7 +102,7 @@ def gaussian_step(
     for an unknown reduction, shapes that do not fit, and unless exactly one of x_next and noise is given.
     """
     if (x_next is None) == (noise is None):
-        raise ValueError("give either noise, to sample, or x_next, to replay")
+        raise ValueError("give either noise, to sample, or x_next, to replay, and not both or neither")
     rows = _rows(coefficients, v)
     if noise is not None:
         return kernels.denoise_step(x, v, noise, *rows, reduction=reduction, keep_mean=keep_mean)

@@ -41,8 +41,8 @@ def usable_steps(window: Window, std: Tensor) -> range:
     deterministic = [i for i in range(window.first, last) if i not in stochastic]
     if deterministic:
         raise ValueError(
-            f"the window reaches step {deterministic[0]}, which has std 0; set window.first and window.last inside "
-            f"{stochastic[0]} to {stochastic[-1] + 1}"
+            f"the window reaches step {deterministic[0]}, which has std 0 (no noise); set window.first and window.last "
+            f"inside {stochastic[0]} to {stochastic[-1] + 1}"
         )
     width = window.width(last - window.first)
     if last - window.first < width:

@@ -290,8 +290,10 @@ class Band(Schedule):
     _value: float | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
-        if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
-            raise ValueError(f"low={self.low:g} and high={self.high:g} are not a band; set one or both, low below high")
+        if self.low > self.high:
+            raise ValueError(f"low={self.low:g} is above high={self.high:g}; lower low, or raise high")
+        if (self.low, self.high) == (-math.inf, math.inf):
+            raise ValueError("neither low nor high is set; set one or both")
         if self.most < self.start:
             raise ValueError(f"most={self.most:g} is below start={self.start:g}; raise most or lower start")
 

@@ -34,7 +34,7 @@ def _encode(value: object) -> dict[bytes, Any]:
         return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
     if isinstance(value, np.generic) and value.dtype.kind in NUMERIC_KINDS:
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
-    raise TypeError(f"{type(value).__name__} is neither a number nor an array of numbers")
+    raise TypeError(f"{type(value).__name__} cannot be sent: it is neither a number nor an array of numbers")
 
 
 def _decode(tree: Mapping[Any, Any]) -> Any:
@@ -42,7 +42,7 @@ def _decode(tree: Mapping[Any, Any]) -> Any:
     if b"__ndarray__" in tree:
         dtype, shape, data = _dtype(tree.get(b"dtype")), tree.get(b"shape"), tree.get(b"data")
         if not isinstance(data, bytes) or not isinstance(shape, list) or not all(_is_size(size) for size in shape):
-            raise ValueError("an array needs data, dtype and shape")
+            raise ValueError("an array needs data (bytes), dtype and shape (a list of sizes)")
         return np.frombuffer(data, dtype).reshape(shape)
     if b"__npgeneric__" in tree:
         return _dtype(tree.get(b"dtype")).type(tree.get(b"data"))

@@ -31,7 +31,7 @@ class WeightsOrigin(Section):
         if self.path is not None and self.recipe is not None:
             raise ValueError("set path or recipe, not both")
         if self.required and self.path is None and self.recipe is None:
-            raise ValueError("set path, a folder or a hub name, or recipe, whose final weights are taken")
+            raise ValueError("set path (a folder or a hub name) or recipe (its final weights are taken)")
         return self
 
     @property

@@ -231,8 +231,11 @@ def locate(target: str, key: str) -> Any:
     try:
         members = vars(importlib.import_module(module))
     except (ImportError, ValueError) as error:
-        reason = f"{error}{moved.hint_of(error) if isinstance(error, ImportError) else ''}"
-        raise SettingsError(f"{key}={target}: no such object ({reason}); expected package.module:name") from None
+        hint = moved.hint_of(error) if isinstance(error, ImportError) else ""
+        place = ", with its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) and not hint else ""
+        raise SettingsError(
+            f"{key}={target}: no such object ({error}{hint}); expected package.module:name{place}"
+        ) from None
     except Exception as error:  # any fault of the user's module
         raise SettingsError(f"{key}={target}: {module} cannot be imported: {describe_error(error)}") from None
     if name not in members:

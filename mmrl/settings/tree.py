@@ -44,7 +44,7 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
     except OSError:  # omegaconf raises it for a document that is a number
         loaded = None  # type: ignore[assignment]
     if not isinstance(loaded, DictConfig) or not loaded:
-        raise TreeError(f"{path}: expected a mapping at the top level")
+        raise TreeError(f"{path}: expected a mapping at the top level, such as model: {{path: ...}}")
     tree: dict[str, Any] = OmegaConf.to_container(loaded)  # type: ignore[assignment]
     if any(len(str(key).split()) > 1 for key in tree):  # a string, which omegaconf reads as a mapping of one key
         raise TreeError(
@@ -140,8 +140,7 @@ def _merge_items(base: list[Any], override: Mapping[str, Any], path: tuple[str, 
     for key, value in override.items():
         key_path = ".".join((*path, str(key)))
         if not str(key).isdigit() or int(key) >= len(base):
-            raise TreeError(
-                f"{key_path}: {'.'.join(path)} is a list of {len(base)}; its items are 0 to {len(base) - 1}"
-            )
+            items_text = f"its items are 0 to {len(base) - 1}" if base else "it has no items"
+            raise TreeError(f"{key_path}: {'.'.join(path)} is a list of {len(base)}; {items_text}")
         items[int(key)] = merged(base[int(key)], value, (*path, str(key)))
     return items

@@ -248,7 +248,7 @@ def devices_of(settings: RolloutWorkers, visible: int) -> list[int]:
     if (needed := first + ranks * settings.count) > visible:
         raise UserError(
             f"rollout.workers.count={settings.count} for each of {ranks} ranks, from rollout.workers.first_device="
-            f"{first} on, needs {needed} GPUs, but this host has {visible}"
+            f"{first} on, needs {needed} GPUs, but this host has {visible}; lower one of them"
         )
     start = first + devices.local_rank() * settings.count
     return list(range(start, start + settings.count))

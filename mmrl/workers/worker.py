@@ -63,7 +63,10 @@ class RolloutWorker(Service):
         parameters, names = dict(self.policy.module.named_parameters()), list(frozen)
         for name, value in read_folder(folder):
             if parameters[name].shape != value.shape:
-                raise UserError(f"{name} is {list(parameters[name].shape)} here and {list(value.shape)} in training")
+                raise UserError(
+                    f"parameter {name} has shape {list(parameters[name].shape)} in this worker, but "
+                    f"{list(value.shape)} in the training process"
+                )
             parameters[name].copy_(value)
             names.append(name)
         self.controls.load(controls)

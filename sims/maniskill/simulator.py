@@ -88,7 +88,9 @@ class ManiSkill:
         for task in self.tasks:
             _spec(task)
             if task not in by_task:
-                raise UserError(f"maniskill: mmrl has no instruction for {task}; set one: instructions={{{task}: ...}}")
+                raise UserError(
+                    f"maniskill: mmrl has no instruction for {task}; set task.options.instructions={{{task}: ...}}"
+                )
         self._blocks = [
             RowBlock(range(first, first + rows), recipe, max_steps, end_on_success) for first in range(0, count, rows)
         ]
@@ -98,7 +100,8 @@ class ManiSkill:
             if (action_dim, image_shape) != (self.action_dim, self.image_shape):
                 raise UserError(
                     f"maniskill: {self.tasks[0]} and {task} cannot be trained together: their actions have "
-                    f"{self.action_dim} and {action_dim} numbers, their images {self.image_shape} and {image_shape}"
+                    f"{self.action_dim} and {action_dim} numbers, their images {self.image_shape} and {image_shape}; "
+                    "train each in a run of its own"
                 )
         self.state_dim = max(state_dim for _, state_dim, _ in shapes.values())
 
@@ -212,7 +215,8 @@ class RowBlock:
         shape = self._env(task).single_action_space.shape
         if shape is None or len(shape) != 1:
             raise UserError(
-                f"maniskill: {task} does not accept a flat action, only {self._env(task).single_action_space}"
+                f"maniskill: {task} does not accept a flat action, only {self._env(task).single_action_space}; "
+                "choose another control_mode or task"
             )
         return shape[0], state.shape[1], images.shape[1:]
 
@@ -377,7 +381,7 @@ def _spec(task: str) -> EnvSpec:
     """Returns ManiSkill's registration of `task`. Raises UserError for an unknown one."""
     if task not in REGISTERED_ENVS:
         near = nearest(task, REGISTERED_ENVS)
-        raise UserError(f"maniskill: unknown task {task!r}{near}; known with instructions: {', '.join(INSTRUCTIONS)}")
+        raise UserError(f"maniskill: unknown task {task!r}{near}; tasks with an instruction: {', '.join(INSTRUCTIONS)}")
     return REGISTERED_ENVS[task]
 
 

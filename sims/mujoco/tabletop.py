@@ -261,7 +261,7 @@ class Tabletop:
                 names = ", ".join(COLOURS)
                 raise UserError(f"tabletop: unknown colour {colour!r}{nearest(colour, COLOURS)}; known: {names}")
         if len(set(colours)) < 2:
-            raise UserError("tabletop: colours must be at least 2 different colours")
+            raise UserError(f"tabletop: colours must be at least 2 different colours, not {list(colours)}")
         if threads < 0:
             raise UserError(f"tabletop: threads must not be negative, but is {threads}")
         self.count, self.image_shape = count, (image_size, image_size, 3)

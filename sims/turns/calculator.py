@@ -31,7 +31,7 @@ def value(expression: str) -> float:
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
-        raise ToolError(f"{expression!r:.60} can not be computed ({error})") from None
+        raise ToolError(f"{expression!r:.60} cannot be computed ({error})") from None
 
 
 def _value(node: ast.expr) -> float:

@@ -37,7 +37,9 @@ class Game(EnvironmentSettings):
 
     def demonstration(self, prompt: Prompt) -> list[str]:
         """Returns the responses of an expert, one for each turn. Raises ValueError if the game has no expert."""
-        raise ValueError(f"task.game.type={self.type} has no expert; set model.path to a model that can play a little")
+        raise ValueError(
+            f"task.game.type={self.type} has no expert to learn from; set model.path to a model that can play a little"
+        )
 
 
 class Cards(Game):

@@ -35,7 +35,7 @@ def make_env(settings: NamedActions, *, rendered: bool = True) -> Any:
     except gymnasium.error.Error as error:
         raise UserError(f"task.game.env={settings.env}: {' '.join(str(error).split())}") from None
     except Exception as error:  # any fault of an environment of the user's own
-        raise UserError(f"task.game.env={settings.env} can not be made: {describe_error(error)}") from None
+        raise UserError(f"task.game.env={settings.env} cannot be made: {describe_error(error)}") from None
 
 
 def is_image(space: object) -> bool:
@@ -118,7 +118,7 @@ def try_out(settings: Gymnasium) -> None:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"task.game.env={settings.env} can not begin a game: {describe_error(error)}") from None
+        raise UserError(f"task.game.env={settings.env} cannot begin a game: {describe_error(error)}") from None
     finally:
         world.close()
 

@@ -29,7 +29,9 @@ def make_env(settings: OpenEnv) -> Any:
     try:
         return client.connect()
     except Exception as error:  # the client raises many kinds of network errors
-        raise UserError(f"task.game.address={settings.address}: {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"task.game.address={settings.address} cannot be reached: {' '.join(str(error).split())}"
+        ) from None
 
 
 class OpenEnvWorld(Environment):

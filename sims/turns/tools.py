@@ -144,7 +144,7 @@ def _converted(tool: str, key: str, kind: Any, value: object) -> object:
         return float(value)
     if kind in (int, str, bool) and type(value) is kind:
         return value
-    raise ToolError(f"{tool}: {key} can not be {value!r:.80}")
+    raise ToolError(f"{tool}: {key} cannot be {value!r:.80}")
 
 
 def _parts(value: object) -> tuple[str | Image.Image, ...]:
@@ -201,7 +201,7 @@ def python_call(response: str) -> ToolCall | None:
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         return ToolCall(name, [ast.literal_eval(value) for value in call.args], named)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # TypeError: {[]} can not be hashed
-        raise ToolError("the arguments of the call can not be read") from None
+        raise ToolError("the arguments of the call cannot be read") from None
 
 
 def _name_before(text: str, end: int) -> str:

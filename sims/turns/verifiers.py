@@ -35,7 +35,7 @@ def load_env(env: str | None, target: str | None, kwargs: str) -> Any:
             locate(target, "task.game.target")(**arguments) if target else verifiers.load_environment(env, **arguments)
         )
     except Exception as error:  # third-party code may raise anything
-        raise UserError(f"task.game: {target or env} can not be made: {describe_error(error)}") from None
+        raise UserError(f"task.game: {target or env} cannot be made: {describe_error(error)}") from None
 
 
 def row(env: Any, seed: int) -> dict[str, Any]:

@@ -32,10 +32,12 @@ def check_facts(name: str, simulator: Simulator) -> None:
         expected = "(height, width, 3), where height and width are 0 if there are no images"
         raise UserError(f"simulator {name!r}: image_shape must be {expected}, not {shape}")
     cameras = cameras_of(simulator)
-    if not cameras or len(set(cameras)) < len(cameras) or shape[1] % len(cameras):
+    if not cameras or len(set(cameras)) < len(cameras):
+        raise UserError(f"simulator {name!r}: cameras must be one or more different names, not {cameras}")
+    if shape[1] % len(cameras):
         raise UserError(
-            f"simulator {name!r}: cameras must have different names, and their number must divide the image's width of "
-            f"{shape[1]} pixels, not {cameras}"
+            f"simulator {name!r}: the images of its {len(cameras)} cameras {cameras} must be equally wide, but the "
+            f"width of image_shape, {shape[1]}, is not divisible by {len(cameras)}"
         )
     if not tasks or not all(isinstance(task, str) for task in tasks):
         raise UserError(f"simulator {name!r}: tasks must be one or more names, not {tasks}")

@@ -170,7 +170,8 @@ class VectorSim:
         with self._lock:
             busy = [row for row in rows if row >= len(self.seeds) or self._running[row]]
             if busy:
-                raise UserError(f"environment {busy[0]} cannot restart: its episode is running, or it never had one")
+                why = "it never had an episode" if busy[0] >= len(self.seeds) else "its episode is running"
+                raise UserError(f"environment {busy[0]} cannot restart: {why}")
             self._check_starts(seeds, tasks)
             for row, seed, task in zip(rows, seeds, tasks, strict=True):
                 self.seeds[row], self.tasks[row] = int(seed), task

@@ -93,7 +93,7 @@ class Workers:
             raise
         except SimulatorError as error:
             self.close()
-            raise UserError(f"simulator {name!r}: a worker does not start: {error}") from error
+            raise UserError(f"simulator {name!r}: a worker cannot start: {error}") from error
         self.action_dim, self.state_dim = first["action_dim"], first["state_dim"]
         self.image_shape, self.tasks = tuple(first["image_shape"]), tuple(first["tasks"])
         self.cameras = tuple(first["cameras"])
@@ -199,7 +199,7 @@ class Workers:
     def _worker_and_row(self, row: int) -> tuple[SimulatorWorker, int]:
         """Returns the worker of a row, and the number of the row in that worker."""
         if not self._workers:
-            raise UserError("these simulator workers were closed")
+            raise UserError("these simulator workers were closed; make new ones")
         worker, local = self._workers_and_rows[row]
         return self._workers[worker], local
 

@@ -110,7 +110,9 @@ class ImageFiles:
     def _below_root(self, path: str) -> str:
         """Returns the path of a file below image_root with links resolved. Raises RowError if it lies outside."""
         if self.root is None:
-            raise RowError(f"{path!r} is a path, but image_root is not set; set it to the folder of the images")
+            raise RowError(
+                f"{path!r} is a path, but image_root is not set; set task.data.image_root to the folder of the images"
+            )
         parts = path.split("/")
         if ".." in parts:
             raise RowError(f"{path!r} contains '..'; write it relative to image_root={self.root}")

@@ -56,10 +56,12 @@ class Pairs(ABC):
         root."""
         reference = prompt.metadata.get(key)
         if not isinstance(reference, str):
-            raise ValueError(f"row {prompt.id}: key {key!r} must be the path of {self.media}")
+            raise ValueError(
+                f"row {prompt.id}: key {key!r} must be the path of {self.media}, not {type(reference).__name__}"
+            )
         path = (self.root / reference).resolve()
         if not path.is_relative_to(self.root):
-            raise ValueError(f"row {prompt.id}: {reference!r} lies outside of {self.root}")
+            raise ValueError(f"row {prompt.id}: {reference!r} lies outside of {self.root}; move the file into it")
         if not path.is_file():
             raise ValueError(f"row {prompt.id}: there is no file {path}")
         return path

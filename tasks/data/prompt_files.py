@@ -138,7 +138,9 @@ def _dataset_rows(path: Path) -> Iterator[TableEntry]:
 
 def _check_size(path: Path, num_rows: int) -> None:
     if num_rows > MAX_ROWS:
-        raise ValueError(f"{path}: {num_rows} rows; at most {MAX_ROWS} are read, since prompts are held in memory")
+        raise ValueError(
+            f"{path}: {num_rows} rows; at most {MAX_ROWS} are read, since prompts are held in memory; split it"
+        )
 
 
 def _holds_bytes(arrow_type: Any) -> bool:

@@ -111,13 +111,19 @@ class _Dataset:
         """Raises UserError if actions, states or images do not fit the simulator's dimensions. image_shape: (height,
         width, 3), with the images of all cameras side by side."""
         info = self.root / "meta/info.json"
-        for name, size, verb in ((self.action, action_dim, "takes"), (self.state, state_dim, "gives")):
+        for key, name, size, verb in (
+            ("action", self.action, action_dim, "takes"),
+            ("state", self.state, state_dim, "gives"),
+        ):
             if name not in self.features:
-                raise UserError(f"{info} has no feature {name!r}; it has {list(self.features)}")
+                raise UserError(
+                    f"{info} has no feature {name!r}; set task.demonstrations.{key} to one of "
+                    f"{', '.join(self.features)}"
+                )
             if (dim := int(np.prod(self.features[name]["shape"]))) != size:
                 raise UserError(
-                    f"{info}: {name} has {dim} numbers, but the simulator {verb} {size}; task.demonstrations.action "
-                    "and state name the features"
+                    f"{info}: {name} has {dim} numbers, but the simulator {verb} {size}; set "
+                    f"task.demonstrations.{key} to another feature"
                 )
         height, width = image_shape[0], image_shape[1] // len(self.image_features)
         for camera in self.image_features:
@@ -149,7 +155,7 @@ class _Dataset:
                 )
         for name in selected:
             if name not in available:
-                raise UserError(f"task.demonstrations.camera={name} is not in {self.root}; it has {available}")
+                raise UserError(f"task.demonstrations.camera={name} is not in {self.root}; choose one of {available}")
         return selected
 
     def read_episode(self, episode: dict[str, Any], size: tuple[int, int], keep: bool) -> RecordedEpisode:

@@ -39,6 +39,7 @@ def episode_of(sample: Sample) -> Episode:
     """Returns the episode of a sample. Raises UserError if its rollout is not an episode."""
     if sample.episode is None:
         raise UserError(
-            f"the rollout of prompt {sample.prompt.id!r} is not an episode of a simulator, which this reward needs"
+            f"the rollout of prompt {sample.prompt.id!r} is not an episode of a simulator, which this reward needs; "
+            "use it with task.type=manipulation"
         )
     return sample.episode

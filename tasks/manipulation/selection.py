@@ -42,10 +42,10 @@ class EpisodeSelection:
         absent = [number for number in self.episodes if number not in in_split]
         if absent:
             split = "" if self.split is None else f" in its split {self.split}"
+            span = f", from {min(in_split)} to {max(in_split)}" if in_split else ""
             raise UserError(
                 f"task.demonstrations.episodes: {name} has no episode {', '.join(map(str, absent[:MAX_LISTED]))}"
-                f"{split}; it has {len(in_split)}, from {min(in_split, default='none')} to "
-                f"{max(in_split, default='none')}"
+                f"{split}; it has {len(in_split)} episodes{span}"
             )
         return list(self.episodes)
 

@@ -125,7 +125,7 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
         if isinstance(episodes, int) and episodes < 1:
             raise ValueError(f"episodes must be at least 1, or a list of episode numbers, not {episodes}")
         if isinstance(episodes, list) and (not episodes or min(episodes) < 0 or len(set(episodes)) < len(episodes)):
-            raise ValueError(f"episodes must be different episode numbers from 0 on, not {episodes}")
+            raise ValueError(f"episodes must be one or more different numbers, 0 or above, not {episodes}")
         return episodes
 
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
@@ -205,7 +205,10 @@ class ManipulationSettings(TaskSettings):
         if self.python is not None and self.workers == 0:
             raise ValueError(f"python={self.python} is for workers, but workers=0; set workers to 1 or more")
         if self.turns > max(self.workers, 1):
-            raise ValueError(f"turns={self.turns} needs at least as many workers, but workers={self.workers}")
+            raise ValueError(
+                f"turns={self.turns} needs at least as many workers, but workers={self.workers}; raise workers, or "
+                "lower turns"
+            )
         return self
 
     def build(self, seed: int) -> Task:

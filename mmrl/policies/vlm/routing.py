@@ -49,7 +49,7 @@ class Routing:
         if family not in ROUTERS:
             raise UserError(
                 f"rollout.generator.routing_replay supports models of type {', '.join(ROUTERS)}, but model.path is of "
-                f"type {family}; set it to false"
+                f"type {family}; set rollout.generator.routing_replay=false"
             )
         router, self.expert_weights = ROUTERS[family]
         decoder = model.get_decoder()
@@ -81,9 +81,9 @@ class Routing:
         in_range = 0 <= bounds[0] <= bounds[1] < self.num_experts
         if experts.shape != (num_tokens, *self.shape) or not in_range:
             raise UserError(
-                f"vLLM returned experts of shape {list(experts.shape)} from {bounds[0]} to {bounds[1]} for prompt "
-                f"{prompt}, but the model has {[num_tokens, *self.shape]} from 0 to {self.num_experts - 1}; set "
-                "rollout.generator.routing_replay=false"
+                f"vLLM returned experts of shape {list(experts.shape)}, numbered {bounds[0]} to {bounds[1]}, for "
+                f"prompt {prompt}, but the trained model needs shape {[num_tokens, *self.shape]}, numbered 0 to "
+                f"{self.num_experts - 1}; set rollout.generator.routing_replay=false"
             )
         return experts
 

@@ -68,8 +68,8 @@ class TokenSampling(TokenLimits):
     def _truncation_is_allowed(self) -> TokenSampling:
         if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_sampling:
             raise ValueError(
-                "rollout.top_p below 1 and rollout.top_k above 0 bias the gradient; set "
-                "rollout.allow_truncated_sampling=true to use them all the same"
+                f"top_p={self.top_p:g} and top_k={self.top_k} never sample the less likely tokens, which biases the "
+                "gradient; set top_p=1 and top_k=0, or allow_truncated_sampling=true to keep them"
             )
         return self
 
@@ -177,14 +177,14 @@ class VisionLanguageModel(ModelSettings):
         if converses(config) and isinstance(generator, TransformersGenerator) and not generator.gather:
             raise ValueError(
                 "rollout.generator.gather=false makes all ranks generate in lockstep, which conversations with "
-                "different numbers of turns cannot do; set it to true, or use vLLM"
+                "different numbers of turns cannot do; set it to true, or rollout.generator.type=vllm"
             )
         if not isinstance(sampling.generator, VLLMGenerator):
             return
         if sampling.generator.routing_replay and config.engine.compile != "none":
             raise ValueError(
                 f"engine.compile={config.engine.compile} does not go with rollout.generator.routing_replay=true, which "
-                "changes the routers of single blocks; set engine.compile=none, or routing_replay=false"
+                "adds hooks inside the model's blocks; set engine.compile=none, or routing_replay=false"
             )
         if sampling.generator.steps_ahead:
             for key in ("temperature", "max_response_length"):
@@ -202,17 +202,19 @@ class VisionLanguageModel(ModelSettings):
         if partial.oversample > config.rollout.prompts:
             raise ValueError(
                 f"rollout.generator.partial.oversample={partial.oversample} is more than rollout.prompts="
-                f"{config.rollout.prompts}: responses would get too old before a step can train on them; lower it"
+                f"{config.rollout.prompts}: responses would get too old before a step can train on them; lower "
+                "oversample"
             )
         if partial.segment >= sampling.max_response_length.extremes[0]:
             raise ValueError(
                 f"rollout.generator.partial.segment={partial.segment} is not below rollout.max_response_length="
                 f"{sampling.max_response_length.extremes[0]:g} tokens, so no response would be sampled in parts; "
-                "lower it"
+                "lower segment"
             )
         if config.rollout.micro_batch is not None:
             raise ValueError(
-                "rollout.generator.partial generates for all of its prompts at once; set rollout.micro_batch=null"
+                "rollout.generator.partial generates for all prompts of a step at once, which rollout.micro_batch="
+                f"{config.rollout.micro_batch} would split; set it to null"
             )
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:

@@ -315,7 +315,10 @@ class Conversations:
         first, flat = sample.prompt.messages, [message for observation in observations for message in observation]
         changed = change(replace(sample.prompt, messages=(*first, *flat))).messages[len(first) :]
         if len(changed) != len(flat):
-            raise UserError(f"a view of prompt {sample.prompt.id} changed the number of its messages; keep it")
+            raise UserError(
+                "change() of a view returned fewer or more messages than the conversation of prompt "
+                f"{sample.prompt.id} has; return as many"
+            )
         changed_messages, parts = iter(changed), []
         names = [f"an observation after prompt {sample.prompt.id}"]
         for observation in observations:
@@ -323,7 +326,8 @@ class Conversations:
             old_images = [image for message in observation for image in message.images]
             if [image.size for image in images] != [image.size for image in old_images]:
                 raise UserError(
-                    f"a view of prompt {sample.prompt.id} changed the number or the size of its images; keep both"
+                    f"change() of a view changed the number or the size of images in the conversation of prompt "
+                    f"{sample.prompt.id}; keep both"
                 )
             if images:  # only the images of this encoding are used, so the text around them need not be exact
                 text = between(self.processor, first, observation, "")

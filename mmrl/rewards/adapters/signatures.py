@@ -41,9 +41,12 @@ def adapt(name: str, target: Callable[..., Any], signature: Signature, options: 
     if inspect.isclass(target):
         instance: Any = target(**options)
         target, options = instance, {}
-    if not callable(target) or inspect.iscoroutinefunction(target):
+    if not callable(target):
+        raise ValueError(f"reward {name!r}: with signature: {signature} its class must define __call__")
+    if inspect.iscoroutinefunction(target):
         raise ValueError(
-            f"reward {name!r}: with signature: {signature} it must be a function that is not async; define it with def"
+            f"reward {name!r}: with signature: {signature} it must be a function that is not async; define it with "
+            "def, not async def"
         )
     parameters = inspect.signature(target).parameters
     has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -56,7 +59,7 @@ def adapt(name: str, target: Callable[..., Any], signature: Signature, options: 
         needed = [key for key, p in parameters.items() if p.default is p.empty and p.kind in _NAMED]
         missing = [key for key in needed if key not in (*VERL_ARGUMENTS, *options)]
         if missing:
-            raise ValueError(f"reward {name!r} needs option {', '.join(missing)}")
+            raise ValueError(f"reward {name!r} needs option {', '.join(missing)}; write options: {{{missing[0]}: ...}}")
         arguments = VERL_ARGUMENTS if has_kwargs else tuple(key for key in VERL_ARGUMENTS if key in parameters)
         return VerlReward(function, arguments)
     if signature == "easyr1":

@@ -34,8 +34,10 @@ def process(
     """
     if split not in ("newline", "sentence", "separator"):
         raise ValueError(f"split must be newline, sentence or separator, not {split!r}")
-    if (split == "separator") != bool(separator):
-        raise ValueError("give separator, the text that ends a step, if and only if split is separator")
+    if split == "separator" and not separator:
+        raise ValueError("split: separator needs the option separator, the text that ends a step")
+    if split != "separator" and separator:
+        raise ValueError(f"separator is for split: separator, but split is {split}; remove separator, or set split")
     score = _scorer(scorer, options or {})
     ending = re.compile(re.escape(separator) if separator else _ENDS[split])
 
@@ -62,7 +64,7 @@ def _scorer(name: str, options: dict[str, Any]) -> StepScorer:
     module:Class, whose object Class(**options) is returned. Raises ValueError for anything else."""
     target = load_object(name)
     if not callable(target):
-        raise ValueError(f"scorer {name!r} is neither a function nor a class")
+        raise ValueError(f"scorer {name!r} is neither a function nor a class, but {type(target).__name__}")
     if not inspect.isclass(target):
         return lambda sample, texts: target(sample, texts, **options)
     instance: Any = target(**options)

@@ -69,7 +69,7 @@ class SoftTifa(JudgeReward):
         if not rows or not valid:
             raise UserError(
                 f"prompt {sample.prompt.id!r} has no list of [question, answer] in its metadata as {self.key!r}; add "
-                "one to its row"
+                "one to its row, or set the option key to the key that holds it"
             )
         return [(str(question), str(answer).strip().lower()) for question, answer in rows]
 

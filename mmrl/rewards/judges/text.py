@@ -135,7 +135,8 @@ class RubricJudge(TextJudge):
     def __init__(self, *, criteria: Sequence[Any] | None = None, criteria_key: str | None = None, **judge: Any) -> None:
         if (criteria is None) == (criteria_key is None):
             raise ValueError(
-                "set either criteria or criteria_key, the key of the prompts' metadata that holds criteria"
+                "set either criteria or criteria_key, the key of the prompts' metadata that holds criteria; "
+                f"{'neither is' if criteria is None else 'both are'} set"
             )
         self.fixed_criteria, self.criteria_key = None if criteria is None else _with_weights(criteria), criteria_key
         super().__init__(**judge)
@@ -192,7 +193,9 @@ def _with_weights(criteria: Sequence[Any]) -> list[tuple[str, float]]:
     for criterion in criteria:
         text, weight = (criterion, 1.0) if isinstance(criterion, str) else (criterion[0], float(criterion[1]))
         if not isinstance(text, str) or weight <= 0:
-            raise ValueError(f"a criterion is a string, or a pair of a string and a positive weight, not {criterion!r}")
+            raise ValueError(
+                f"criteria: each must be a string, or [string, weight] with a weight above 0, not {criterion!r}"
+            )
         weighed.append((text, weight))
     if not weighed:
         raise ValueError("criteria: the list is empty; give at least one criterion")

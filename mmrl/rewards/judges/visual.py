@@ -61,14 +61,16 @@ class Endpoint:
         concurrency: int,
         think_tokens: int = 0,
     ):
-        check_address(base_url, deadline_s, retries)
+        check_address("base_url", base_url, deadline_s, retries)
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, not {concurrency}")
         if think_tokens < 0:
             raise ValueError(f"think_tokens must not be negative, not {think_tokens}")
         self.think_tokens = think_tokens
         if api_key_env is not None and api_key_env not in os.environ:
-            raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
+            raise ValueError(
+                f"api_key_env: the environment variable {api_key_env} is not set; set it to the endpoint's key"
+            )
         self.url, self.model = f"{base_url.rstrip('/')}/chat/completions", model
         self.deadline_s, self.retries, self.api_key_env, self.concurrency = (
             deadline_s,
@@ -254,14 +256,22 @@ class JudgeReward:
         device: str | None = None,
     ):
         if self.think_tokens and path is not None:
-            raise ValueError("think_tokens is for an endpoint: a model in this process answers with one word")
+            raise ValueError(
+                "think_tokens is for an endpoint, since a model in this process answers with one word; remove it"
+            )
         self.judge: Endpoint | LocalJudge
         if base_url is not None and model is not None and path is None:
             self.judge = Endpoint(base_url, model, deadline_s, retries, api_key_env, concurrency, self.think_tokens)
         elif path is not None and base_url is None and model is None:
             self.judge = LocalJudge(path, self.answers, batch_size, dtype, device)
         else:
-            raise ValueError("give base_url and model for an endpoint, or path for a model in this process")
+            given = [
+                key for key, value in (("base_url", base_url), ("model", model), ("path", path)) if value is not None
+            ]
+            raise ValueError(
+                "give base_url and model for an endpoint, or path for a model in this process; given: "
+                f"{', '.join(given) or 'none of them'}"
+            )
 
 
 class TwoWordJudgeReward(JudgeReward):

@@ -45,7 +45,7 @@ class DeQA:
                 torch_dtype=vars(torch)[dtype],
             )
         except OSError as error:
-            raise ValueError(f"model {model!r}: {' '.join(str(error).split()):.200}") from None
+            raise ValueError(f"model {model!r} cannot be loaded: {' '.join(str(error).split()):.200}") from None
         self.model = self.model.to(device_of(device)).eval().requires_grad_(False)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:

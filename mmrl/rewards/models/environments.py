@@ -165,7 +165,10 @@ def _create(environment: Path) -> None:
     except OSError as error:
         raise UserError(f"{environment} cannot be written: {error.strerror}; choose another --folder") from None
     except subprocess.CalledProcessError as error:
-        raise UserError(f"python -m venv {environment} failed: {error}; is the module ensurepip installed?") from None
+        raise UserError(
+            f"python -m venv {environment} failed: {error}; if Python's module ensurepip is missing, install it (on "
+            "Debian and Ubuntu: apt-get install python3-venv)"
+        ) from None
 
 
 def _pip(environment: Path, requirements: Sequence[str]) -> list[str]:

@@ -52,7 +52,7 @@ class ImageReward:
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer)
         except OSError as error:
-            raise ValueError(f"tokenizer {tokenizer!r}: {' '.join(str(error).split()):.200}") from None
+            raise ValueError(f"tokenizer {tokenizer!r} cannot be loaded: {' '.join(str(error).split()):.200}") from None
         self._preprocess = from_transformers(self.processor)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -174,5 +174,8 @@ def _load_weights(model: nn.Module, state: Mapping[str, Tensor], module_name: st
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:
-        raise ValueError(f"weights: {module_name} does not match BLIP: {' '.join(str(error).split()):.300}") from None
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"weights: {module_name} does not match BLIP; give the published ImageReward.pt: {text:.300}"
+        ) from None
     return model.eval().requires_grad_(False)

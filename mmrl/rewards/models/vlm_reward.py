@@ -96,8 +96,12 @@ class VlmReward:
         scores = torch.zeros(len(samples))
         for i, (token, weight) in enumerate(self.tokens.items()):
             is_token = inputs["input_ids"] == self.token_ids[i]
-            if not bool((is_token.sum(1) == 1).all()):
-                raise UserError(f"the instruction must have the token {token} exactly once, and no prompt may have it")
+            for sample, count in zip(samples, is_token.sum(1).tolist(), strict=True):
+                if count != 1:
+                    raise UserError(
+                        f"prompt {sample.prompt.id!r} and its instruction have the token {token} {count} times "
+                        "together; the instruction must have it once, and no prompt may have it"
+                    )
             outputs = self.heads[name].to(device)(hidden[is_token].float())
             # a head with one output for each token: output i; otherwise the first output
             value = outputs[:, i if outputs.shape[1] == len(self.tokens) > 1 else 0].cpu()
@@ -152,9 +156,10 @@ def _check_tokens(tokens: Mapping[str, float], normal: Mapping[str, Normal]) -> 
         raise ValueError(f"tokens must be a mapping of special tokens to weights, not {dict(tokens)!r}")
     unknown = next((token for token in normal if token not in tokens), None)
     if unknown is not None:
-        raise ValueError(f"normal: {unknown!r} is not a token of {', '.join(tokens)}")
-    if any(len(pair) != 2 or not pair[1] > 0 for pair in normal.values()):
-        raise ValueError("normal must map tokens to a mean and a positive std")
+        raise ValueError(f"normal: {unknown!r} is not one of the tokens, which are {', '.join(tokens)}")
+    for token, pair in normal.items():
+        if len(pair) != 2 or not pair[1] > 0:
+            raise ValueError(f"normal: {token} must have [mean, std] with a std above 0, not {list(pair)}")
     return {token: float(weight) for token, weight in tokens.items()}
 
 
@@ -165,7 +170,7 @@ def _instruction(path: str, tokens: Mapping[str, float]) -> str:
     text = Path(path).read_text()
     missing = [part for part in (PLACEHOLDER, *tokens) if part not in text]
     if missing:
-        raise ValueError(f"instruction {path} must contain {', '.join(missing)}")
+        raise ValueError(f"instruction: the text in {path} must contain {', '.join(missing)}")
     return text
 
 
@@ -184,7 +189,7 @@ def _processor(path: str, tokens: Mapping[str, float], min_pixels: int | None, m
     try:
         processor = AutoProcessor.from_pretrained(path, **{key: n for key, n in bounds.items() if n is not None})
     except (OSError, ValueError) as error:
-        raise ValueError(f"model {path!r}: {' '.join(str(error).split()):.200}") from None
+        raise ValueError(f"model {path!r} cannot be loaded: {' '.join(str(error).split()):.200}") from None
     processor.tokenizer.padding_side = "right"
     known = processor.tokenizer.get_vocab()
     processor.tokenizer.add_tokens([token for token in tokens if token not in known], special_tokens=True)
@@ -204,7 +209,8 @@ def _model(path: str, state: Mapping[str, Tensor], vocabulary: int, dtype: str) 
             model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch_dtype)
             if model.get_input_embeddings().num_embeddings < vocabulary:
                 raise ValueError(
-                    "weights hold only the reward head, and the model lacks embeddings of the reward tokens"
+                    "weights hold only the reward head, and the model lacks embeddings of the reward tokens; give "
+                    "weights of the whole model"
                 )
             return model.eval().requires_grad_(False)
         config = AutoConfig.from_pretrained(path)
@@ -216,7 +222,7 @@ def _model(path: str, state: Mapping[str, Tensor], vocabulary: int, dtype: str) 
             None, config=config, state_dict=trained, dtype=torch_dtype, output_loading_info=True
         )
     except (KeyError, OSError, RuntimeError, StopIteration) as error:
-        raise ValueError(f"model {path!r}: {' '.join(str(error).split()):.200}") from None
+        raise ValueError(f"model {path!r} cannot be loaded: {' '.join(str(error).split()):.200}") from None
     missing = sorted(set(report["missing_keys"]) - {"lm_head.weight"})  # only hidden states are used
     wrong = [*missing, *sorted(report["unexpected_keys"]), *(str(key) for key in report["mismatched_keys"])]
     if wrong:

@@ -97,7 +97,7 @@ def last_answer_tag(text: str) -> str | None:
 def gold_answers(sample: Sample) -> Sequence[Any]:
     """Returns the gold answers of a sample; any of them is right. Raises UserError if the prompt has none."""
     if sample.prompt.answer is None:
-        raise UserError(f"prompt {sample.prompt.id!r} has no answer to compare with; give its row one")
+        raise UserError(f"prompt {sample.prompt.id!r} has no answer to compare with; add one to its row")
     return sample.prompt.answer if isinstance(sample.prompt.answer, (list, tuple)) else [sample.prompt.answer]
 
 

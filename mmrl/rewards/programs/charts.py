@@ -79,12 +79,16 @@ class ChartCode(ProgramReward):
         program, or whose program draws nothing."""
         sources = {str(prompt.answer): prompt for prompt in prompts if prompt.answer is not None}
         if lacking := next((prompt for prompt in prompts if prompt.answer is None), None):
-            raise UserError(f"prompt {lacking.id!r} has no answer: weights.elements needs a reference program in it")
+            raise UserError(
+                f"prompt {lacking.id!r} has no answer, but weights.elements needs a reference program there; add one "
+                "to its row, or leave out weights.elements"
+            )
         missing = [source for source in sources if source not in self._golds]
         for source, answer in zip(missing, self.runner.run([{"source": source} for source in missing]), strict=True):
             if "failed" in answer:
                 raise UserError(
-                    f"prompt {sources[source].id!r}: the program in its answer draws no chart: {answer['failed']}"
+                    f"prompt {sources[source].id!r}: the program in its answer draws no chart: {answer['failed']}; "
+                    "correct the program in its row"
                 )
             self._golds[source] = answer["elements"]
         while len(self._golds) > max(MAX_CACHED, len(sources)):

@@ -110,7 +110,7 @@ def _to_list(value: object) -> list[Any]:
     if isinstance(value, np.ndarray | np.generic):
         listed: list[Any] = value.tolist()
         return listed
-    raise TypeError(f"a test gave {type(value).__name__}")
+    raise TypeError(f"the program returned {type(value).__name__}, which JSON cannot hold")
 
 
 def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:

@@ -38,7 +38,9 @@ class ProgramRunner:
         confined: bool = True,
     ) -> None:
         if not (deadline_s > 0 and workers > 0 and memory_gib > 0):
-            raise ValueError("deadline_s, workers and memory_gib must be positive")
+            raise ValueError(
+                f"deadline_s, workers and memory_gib must be positive, not {deadline_s}, {workers}, {memory_gib}"
+            )
         if confined and not confinable():
             raise ValueError(
                 "programs are kept from files and the network by Landlock (Linux 5.13), which this kernel lacks; set "

@@ -49,7 +49,7 @@ class SolidCode(ProgramReward):
         known = ("runs", "geometry", "topology")
         self.weights = normalize_weights(weights or {"runs": 0.1, "geometry": 0.6, "topology": 0.3}, known)
         if points < 1 or not threshold > 0:
-            raise ValueError("points and threshold must be positive")
+            raise ValueError(f"points and threshold must be positive, not {points} and {threshold}")
         self.points, self.threshold = points, threshold
         super().__init__(**options)
         self._golds: OrderedDict[str, Trimesh] = OrderedDict()  # gold meshes by answer
@@ -91,11 +91,14 @@ class SolidCode(ProgramReward):
             try:
                 return trimesh.load_mesh(answer)
             except (OSError, ValueError) as error:
-                raise UserError(f"prompt {prompt.id!r}: its solid {answer} cannot be read: {error}") from None
+                raise UserError(
+                    f"prompt {prompt.id!r}: the file in its answer, {answer}, cannot be read: {error}"
+                ) from None
         (result,) = self.runner.run([{"source": answer}])
         mesh = to_mesh(result)
         if mesh is None:
-            raise UserError(f"prompt {prompt.id!r}: the program in its answer builds no solid: {result.get('failed')}")
+            reason = result.get("failed") or "its mesh is empty or not valid"
+            raise UserError(f"prompt {prompt.id!r}: the program in its answer builds no solid: {reason}")
         return mesh
 
 

@@ -75,17 +75,23 @@ def read_tests(prompt: Prompt) -> tuple[str, list[Any], list[Any]]:
         try:
             tests = json.loads(tests)
         except ValueError as error:
-            raise UserError(f"prompt {prompt.id!r}: its tests are not JSON: {error}") from None
+            raise UserError(f"prompt {prompt.id!r}: the tests in its answer are not JSON: {error}") from None
     if isinstance(tests, str):
         tests = [line for line in tests.splitlines() if line.strip()]
     if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
         pairs = [_assertion(prompt, test) for test in tests]
         return "calls", [call for call, _ in pairs], [value for _, value in pairs]
     if not isinstance(tests, Mapping) or not isinstance(tests.get("inputs"), list) or not tests["inputs"]:
-        raise UserError(f"prompt {prompt.id!r}: unit_tests needs an answer with inputs and outputs, or assertions")
+        raise UserError(
+            f"prompt {prompt.id!r}: its answer holds no tests; write an object with inputs and outputs, or lines "
+            "`assert f(...) == literal`"
+        )
     inputs, outputs, name = tests["inputs"], tests.get("outputs"), tests.get("fn_name")
     if not isinstance(outputs, list) or len(outputs) != len(inputs):
-        raise UserError(f"prompt {prompt.id!r}: its answer must have as many outputs as inputs ({len(inputs)})")
+        found = len(outputs) if isinstance(outputs, list) else "no list"
+        raise UserError(
+            f"prompt {prompt.id!r}: its answer must have as many outputs as inputs, {len(inputs)}, but has {found}"
+        )
     if name is None:
         return "inputs", [_to_text(value) for value in inputs], [_to_text(value) for value in outputs]
     return "calls", [(str(name), _arguments(value)) for value in inputs], [_parse_json(value) for value in outputs]
@@ -112,7 +118,9 @@ def _assertion(prompt: Prompt, test: str) -> tuple[str, Any]:
             ast.literal_eval(argument)
         return f"bool({ast.unparse(call)})", expected
     except (SyntaxError, TypeError, ValueError, IndexError):
-        raise UserError(f"prompt {prompt.id!r}: its test is not `assert f(...) == literal`: {test!r:.120}") from None
+        raise UserError(
+            f"prompt {prompt.id!r}: a test in its answer is not of the form `assert f(...) == literal`: {test!r:.120}"
+        ) from None
 
 
 def _to_text(value: Any) -> str:

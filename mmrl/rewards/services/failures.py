@@ -83,7 +83,7 @@ class Failures:
         score = self.timeout_score if failure.cause in ("deadline", "not tried") else None
         if failure.cause != "not tried" and str(count).strip("0") == "1":  # 1, 10, 100, ...
             _log.warning(
-                "reward %s failed on prompt %s: %s; its score is %s (%s number %d, prompts so far: %d)",
+                "reward %s failed on prompt %s: %s; its score is %s (%s: %d so far; prompts with failures: %d)",
                 self.name,
                 sample.prompt.id,
                 failure.message,

@@ -57,7 +57,7 @@ class HttpReward:
         pixels: Literal["uint8", "float32"] = "float32",
         scope: Literal["sample", "group"] = "sample",
     ):
-        check_address(url, deadline_s, retries)
+        check_address("url", url, deadline_s, retries)
         for name, value, valid in (
             ("format", format, ("json", "npz")),
             ("pixels", pixels, ("uint8", "float32")),
@@ -77,13 +77,16 @@ class HttpReward:
         answer = post(self.url, body, {"Content-Type": kind}, deadline_s=self.deadline_s, retries=self.retries)
         scores = answer.get("scores")
         if not isinstance(scores, list):
-            raise UserError(f"reward server {self.url} answered without a list of scores: {str(answer)[:200]}")
+            raise UserError(
+                f"reward server {self.url} answered without a list of scores under `scores`: {str(answer)[:200]}"
+            )
         spans = answer.get("spans")
         if spans is None:
             return scores
         if not isinstance(spans, list) or len(spans) != len(scores):
             raise UserError(
-                f"reward server {self.url} answered with spans that are not a list with one entry for each score"
+                f"reward server {self.url} answered with spans that are not a list with one entry for each score: "
+                f"{str(spans)[:100]}"
             )
         return [_with_spans(self.url, score, value) for score, value in zip(scores, spans, strict=True)]
 
@@ -99,12 +102,15 @@ def _with_spans(url: str, score: Score, spans: Any) -> Score | Spans:
     return Spans(spans["values"], score, spans.get("of", "characters"))
 
 
-def check_address(url: str, deadline_s: float, retries: int) -> None:
-    """Raises ValueError for an address that is not http(s), a deadline that is not positive, and negative retries."""
+def check_address(key: str, url: str, deadline_s: float, retries: int) -> None:
+    """Raises ValueError for an address that is not http(s), a deadline that is not positive, and negative retries. key:
+    the option that holds the address."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"expected an address that begins with http:// or https://, not {url!r}")
-    if deadline_s <= 0 or retries < 0:
-        raise ValueError(f"deadline_s must be positive and retries not negative, not {deadline_s} and {retries}")
+        raise ValueError(f"{key} must be an address that begins with http:// or https://, not {url!r}")
+    if deadline_s <= 0:
+        raise ValueError(f"deadline_s must be positive, not {deadline_s}")
+    if retries < 0:
+        raise ValueError(f"retries must not be negative, not {retries}")
 
 
 def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float, retries: int) -> dict[str, Any]:
@@ -223,12 +229,23 @@ def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, 
     try:
         text = json.dumps({"samples": rows, "group": None if group is None else list(group)}).encode()
     except TypeError as error:
-        raise UserError(f"a prompt's answer or metadata cannot be sent to a reward server: {error}") from None
+        wrong = next((s.prompt.id for s, row in zip(samples, rows, strict=True) if not _is_json(row)), "of this batch")
+        raise UserError(
+            f"prompt {wrong}: its answer or metadata cannot be sent to a reward server, which reads JSON: {error}"
+        ) from None
     if format == "json":
         return text
     file = io.BytesIO()
     np.savez_compressed(file, allow_pickle=False, request=np.frombuffer(text, np.uint8), **arrays)
     return file.getvalue()
+
+
+def _is_json(row: object) -> bool:
+    try:
+        json.dumps(row)
+    except TypeError:
+        return False
+    return True
 
 
 def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], Tensor | None]:
@@ -240,7 +257,7 @@ def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], T
     text = arrays.pop("request").tobytes() if format == "npz" else body
     request = json.loads(text)
     if not isinstance(request, dict) or not isinstance(request.get("samples"), list):
-        raise ValueError("expected a JSON object with a list of samples")
+        raise ValueError("the request must be a JSON object with a list of samples under the key `samples`")
     samples = [
         _sample(row, number, arrays.pop(f"image_{number}", None), arrays.pop(f"frames_{number}", None))
         for number, row in enumerate(request["samples"])
@@ -281,7 +298,7 @@ def _sample(row: object, number: int, image_array: np.ndarray | None, frames_arr
         raise ValueError(f"sample {number} has unknown keys {', '.join(sorted(unknown))}")
     for key, kind in (_PROMPT | _SAMPLE).items():
         if key in row and not isinstance(row[key], kind):
-            raise ValueError(f"sample {number}: {key} must be of type {kind.__name__}")
+            raise ValueError(f"sample {number}: {key} must be of type {kind.__name__}, not {type(row[key]).__name__}")
     fields = {"id": str(number), "text": ""} | {key: row[key] for key in _PROMPT if key in row}
     images = tuple(_image(text, number) for text in row.get("images", []))
     prompt = Prompt(images=images, videos=tuple(_video(video, number) for video in row.get("videos", [])), **fields)

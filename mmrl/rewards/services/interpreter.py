@@ -47,7 +47,8 @@ class RewardProcess:
     ) -> None:
         if not (os.path.isfile(python) and os.access(python, os.X_OK)):
             raise ValueError(
-                f"reward {name!r}: there is no interpreter python={python}; mmrl rewards install makes environments"
+                f"reward {name!r}: there is no interpreter python={python}; set python to the path of one, such as a "
+                "path that mmrl rewards install prints"
             )
         self.python, self.deadline_s, self.failures = python, deadline_s, failures
         self._first = {"name": name, "options": dict(options), "signature": signature, "gpu": devices.device_index()}

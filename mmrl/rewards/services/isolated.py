@@ -110,7 +110,7 @@ def scorer(name: str, options: dict[str, Any]) -> ForkedService:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"reward {name!r}: {describe_error(error)}") from error
+        raise ValueError(f"reward {name!r} cannot be built: {describe_error(error)}") from error
 
     def score(sample: Sample) -> dict[str, Any]:
         answer = _score_to_answer(reward, sample)

@@ -43,7 +43,7 @@ class OpenClip:
             model, self._prepare = open_clip.create_model_from_pretrained(name, pretrained)
             self._tokenize: Callable[[list[str]], Tensor] = open_clip.get_tokenizer(name)
         except (ImportError, OSError, RuntimeError, ValueError) as error:
-            raise ValueError(f"open_clip model {name!r}, weights {pretrained!r}: {error}") from error
+            raise ValueError(f"open_clip cannot load model {name!r} with weights {pretrained!r}: {error}") from error
         self.model: Any = model.eval().requires_grad_(False)
         self.temperature = float(self.model.logit_scale.exp())
 
@@ -205,7 +205,8 @@ class Aesthetic:
         probe = self.encoder.images([Image.new("RGB", (8, 8))], torch.device("cpu"))
         if probe.shape[1] != self.head[0].in_features:
             raise ValueError(
-                f"head {head} takes {self.head[0].in_features} features, but {model} has embeddings of {probe.shape[1]}"
+                f"head {head} takes {self.head[0].in_features} features, but {model} has embeddings of "
+                f"{probe.shape[1]}; choose the model that the head was trained for"
             )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -232,7 +233,9 @@ def _head(path: str) -> nn.Sequential:
     state = read_weights(path)
     names = [name for name in state if name.endswith("weight")]
     if missing := [name for name in names if name.removesuffix("weight") + "bias" not in state]:
-        raise ValueError(f"head {path} has no bias for {', '.join(missing)}")
+        raise ValueError(
+            f"head {path} has no bias for {', '.join(missing)}; choose a file of linear layers with biases"
+        )
     layers = linear_chain(state, None, f"head {path}")
     if (outputs := layers[-1].out_features) != 1:
         raise ValueError(f"head {path} has {outputs} outputs, not one")

@@ -46,11 +46,11 @@ class Resize:
 
 class Coordinates:
     """Converts coordinates of one convention to fractions of the image's width and height. Raises ValueError for an
-    unknown convention, and for an unknown key of `resize`."""
+    unknown convention, and for an unknown key of `resize`. key: the option that names the convention."""
 
-    def __init__(self, convention: str, resize: Mapping[str, int] | None = None) -> None:
+    def __init__(self, convention: str, resize: Mapping[str, int] | None = None, key: str = "coordinates") -> None:
         if convention not in CONVENTIONS:
-            raise ValueError(f"coordinates must be one of {', '.join(CONVENTIONS)}, not {convention!r}")
+            raise ValueError(f"{key} must be one of {', '.join(CONVENTIONS)}, not {convention!r}")
         unknown = set(resize or {}) - {field.name for field in fields(Resize)}
         if unknown:
             raise ValueError(
@@ -72,8 +72,8 @@ class Coordinates:
             return 1000.0, 1000.0
         if not sample.prompt.images:
             raise UserError(
-                f"prompt {sample.prompt.id!r} has no image, whose size {self.convention!r} coordinates need; set the "
-                "reward's coordinates to thousandths or unit"
+                f"prompt {sample.prompt.id!r} has no image, but {self.convention!r} coordinates need its size; add one "
+                "to its row, or set the reward's coordinates to thousandths or unit"
             )
         size = sample.prompt.images[0].size
         return self.resize.size(*size) if self.convention == "resized" else size
@@ -86,9 +86,11 @@ class CoordinatePair:
     def __init__(self, coordinates: str, answers: str, resize: Mapping[str, int] | None) -> None:
         """coordinates: the convention of the response; answers: that of the gold answer; resize: as for
         `Coordinates`."""
-        self.response, self.gold = Coordinates(coordinates, resize), Coordinates(answers, resize)
+        self.response, self.gold = Coordinates(coordinates, resize), Coordinates(answers, resize, "answers")
         if resize is not None and "resized" not in (coordinates, answers):
-            raise ValueError(f"resize is for coordinates 'resized', not {coordinates!r}")
+            raise ValueError(
+                f"resize is for coordinates 'resized', but coordinates={coordinates} and answers={answers}; remove it"
+            )
         self._same = coordinates == answers  # then boxes are compared without a conversion, which would need an image
 
     def response_box(self, numbers: Sequence[float], sample: Sample) -> Box | None:

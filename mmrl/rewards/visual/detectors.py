@@ -117,7 +117,7 @@ class TransformersDetector:
             self._processor: Any = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
             model: Any = AutoModelForObjectDetection.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise ValueError(f"detector {path!r} of transformers: {error}") from error
+            raise ValueError(f"detector {path!r} cannot be loaded by transformers: {error}") from error
         self._model, self._device = model.eval().requires_grad_(False), device
         names = self._model.config.id2label
         self.labels = tuple(_name(names[number]) for number in sorted(names))

@@ -56,7 +56,7 @@ def source_image(sample: Sample, shape: Sequence[int]) -> Tensor:
     is none."""
     if not sample.prompt.images:
         raise UserError(
-            f"prompt {sample.prompt.id!r} has no image for source_similarity to compare with; add it to its row"
+            f"prompt {sample.prompt.id!r} has no image for source_similarity to compare with; add one to its row"
         )
     image = sample.prompt.images[0].convert("RGB" if shape[0] == 3 else "L")
     size = (shape[2], shape[1])
@@ -89,7 +89,10 @@ def _mask(mask: object, sample: Sample) -> Image.Image:
 def _box(box: object, sample: Sample, height: int, width: int) -> Tensor:
     """Returns which pixels lie inside a box of the source, bool [height, width]. Raises UserError if it is no box."""
     if not isinstance(box, (list, tuple)) or len(box) != 4 or not box[0] < box[2] or not box[1] < box[3]:
-        raise UserError(f"prompt {sample.prompt.id!r}: its box is {box!r}, not [left, top, right, bottom]")
+        raise UserError(
+            f"prompt {sample.prompt.id!r}: its box is {box!r}, not [left, top, right, bottom] with left < right and "
+            "top < bottom"
+        )
     source_width, source_height = sample.prompt.images[0].size
     scale_x, scale_y = width / source_width, height / source_height
     left, top, right, bottom = box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y

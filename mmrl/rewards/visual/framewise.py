@@ -32,7 +32,9 @@ class Framewise:
             raise ValueError(f"every must be at least 1, not {every}")
         self.reward: Reward | BatchReward = load_object("mmrl.rewards.registry:build")(reward, options)
         if isinstance(self.reward, BatchReward) and self.reward.scope != "sample":
-            raise ValueError(f"reward {reward!r} compares the rollouts of a group, so it cannot score single frames")
+            raise ValueError(
+                f"reward {reward!r} compares the rollouts of a group, so it cannot score single frames; name another"
+            )
         self.pool, self.every = pool, every
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -48,8 +50,9 @@ class Framewise:
             values = to_scores(self.reward.score(flat), len(flat))
         else:
             values = to_scores([self.reward(frame) for frame in flat], len(flat))
-        if not all(frames):
-            raise UserError("a video without frames cannot be scored")
+        empty = next((sample.prompt.id for sample, images in zip(samples, frames, strict=True) if not images), None)
+        if empty is not None:
+            raise UserError(f"the video of prompt {empty!r} has no frames, so it cannot be scored")
         scores, remaining = [], iter(values)
         for images in frames:
             scores.append(self._pool([next(remaining) for _ in images]))

@@ -52,8 +52,9 @@ class GenEval:
         count_threshold: float = 0.9,
         partial: bool = False,
     ) -> None:
-        if not 0 <= threshold <= 1 or not 0 <= count_threshold <= 1:
-            raise ValueError(f"threshold and count_threshold must lie in 0 .. 1, not {threshold} and {count_threshold}")
+        for key, value in (("threshold", threshold), ("count_threshold", count_threshold)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{key} must be from 0 to 1, not {value}")
         self.detector: Detector = build_detector(detector)
         self.threshold, self.count_threshold, self.partial = threshold, count_threshold, partial
 
@@ -85,9 +86,14 @@ class GenEval:
         for item in [*metadata["include"], *metadata.get("exclude", [])]:
             if item["class"] not in self.detector.labels:
                 close = nearest(item["class"], self.detector.labels)
-                raise UserError(f"prompt {sample.prompt.id!r}: the detector has no class {item['class']!r}{close}")
+                raise UserError(
+                    f"prompt {sample.prompt.id!r}: the detector has no class {item['class']!r}{close}; correct its "
+                    "row, or choose another detector"
+                )
             if "color" in item and item["color"] not in COLORS:
-                raise UserError(f"prompt {sample.prompt.id!r}: color must be one of {', '.join(COLORS)}")
+                raise UserError(
+                    f"prompt {sample.prompt.id!r}: color must be one of {', '.join(COLORS)}, not {item['color']!r}"
+                )
 
 
 def checks(objects: Sequence[DetectedObject], image: Image.Image, metadata: Mapping[str, Any]) -> dict[str, bool]:

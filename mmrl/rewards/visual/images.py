@@ -24,7 +24,7 @@ def jpeg_incompressibility(*, quality: int = 95) -> Reward:
     None for an image with NaN or inf.
     """
     if not 1 <= quality <= 100:
-        raise ValueError(f"quality must lie in 1 .. 100, not {quality}")
+        raise ValueError(f"quality must be from 1 to 100, not {quality}")
 
     def reward(sample: Sample) -> float | None:
         if not image_of(sample).isfinite().all():
@@ -115,7 +115,8 @@ def ocr(*, threads: int = 1) -> Reward:
         requested = [letters for text in _requested_texts(sample) if (letters := _letters(text))]
         if not requested:
             raise UserError(
-                f"prompt {sample.prompt.id!r} asks for no text: set metadata['text'], or put the text in quotes"
+                f"prompt {sample.prompt.id!r} asks for no text: set the key `text` of its row, or put the text in "
+                "quotes in the prompt"
             )
         if not image_of(sample).isfinite().all():
             return None

@@ -67,7 +67,7 @@ def interface_action(
     such an object. Other options: as for `point_inside`.
     """
     if not 0 <= kind_weight <= 1:
-        raise ValueError(f"kind_weight must lie in 0 .. 1, not {kind_weight}")
+        raise ValueError(f"kind_weight must be from 0 to 1, not {kind_weight}")
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:

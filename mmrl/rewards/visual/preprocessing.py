@@ -52,7 +52,7 @@ def from_transformers(processor: Any) -> Preprocessing:
     if edge is None or not does_all or int(processor.resample) != BICUBIC or edge < max(crop["height"], crop["width"]):
         raise ValueError(
             f"the image processor {type(processor).__name__} does not scale by the shorter side (bicubic), crop and "
-            "normalise, so there is no gradient through it"
+            "normalise, so there is no gradient through it; choose another model"
         )
     return Preprocessing(edge, (crop["height"], crop["width"]), tuple(processor.image_mean), tuple(processor.image_std))
 
@@ -63,7 +63,7 @@ def from_open_clip(settings: Mapping[str, Any]) -> Preprocessing:
     if (settings["resize_mode"], settings["interpolation"]) != ("shortest", "bicubic"):
         raise ValueError(
             f"open_clip's preprocessing resizes by {settings['resize_mode']}, {settings['interpolation']}, not by the "
-            "shorter side (bicubic), so there is no gradient through it"
+            "shorter side (bicubic), so there is no gradient through it; choose another model"
         )
     size = settings["size"]
     height, width = (size, size) if isinstance(size, int) else size

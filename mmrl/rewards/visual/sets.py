@@ -55,7 +55,10 @@ class SetDistance:
             )
         real = load_object(reference)()
         if not isinstance(real, Tensor) or real.dim() != 4 or len(real) < 2:
-            raise ValueError(f"reference {reference} must return at least two images, [image, channel, height, width]")
+            found = list(real.shape) if isinstance(real, Tensor) else type(real).__name__
+            raise ValueError(
+                f"reference {reference} must return at least two images, [image, channel, height, width], not {found}"
+            )
         self._size = tuple(real.shape[1:])
         self._distance = partial(DISTANCES[metric], reference=self._features_of(real))
 
@@ -70,10 +73,10 @@ class SetDistance:
         if wrong is not None:
             raise UserError(
                 f"an image of shape {list(wrong.shape)} cannot be compared with reference images of "
-                f"{list(self._size)}; use some of the same size"
+                f"{list(self._size)}; use reference images of that size"
             )
         if len(samples) < 2:
-            raise UserError("a distance between sets of images (fid, kid) needs at least two images in a batch")
+            raise UserError("a distance between sets of images (fid, kid) needs at least two images in a batch, not 1")
         features = self._features_of(torch.stack(images))
         if self.credit == "whole":
             return [-float(self._distance(features))] * len(samples)

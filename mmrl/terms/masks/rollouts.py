@@ -72,8 +72,10 @@ class BandMask(Mask):
 
     @model_validator(mode="after")
     def _check_band(self) -> BandMask:
-        if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
-            raise ValueError(f"low={self.low:g} and high={self.high:g} are not a band; set one or both, low below high")
+        if self.low > self.high:
+            raise ValueError(f"low={self.low:g} is above high={self.high:g}; lower low, or raise high")
+        if (self.low, self.high) == (-math.inf, math.inf):
+            raise ValueError("neither low nor high is set; set one or both")
         return self
 
     def keep(self, batch: Batch) -> Tensor:

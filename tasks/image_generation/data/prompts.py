@@ -99,7 +99,8 @@ def _check_geneval(row: Mapping[str, Any], prompt: str) -> None:
             relation, other = (*value_of(item, "position", list, "a list", parent), None, None)[:2]
             if not isinstance(relation, str) or other not in range(len(include)) or other == index:
                 raise RowError(
-                    f"key '{parent}position' must be [relation, index of another in include], not {item['position']}"
+                    f"key '{parent}position' must be [relation, index of another object in include], not "
+                    f"{item['position']}"
                 )
 
 

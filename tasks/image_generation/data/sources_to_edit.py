@@ -35,8 +35,8 @@ class ImagesToEdit:
         if not images:
             columns = ", ".join(map(str, row)) or "none"
             raise RowError(
-                f"key {self.field!r} is missing or empty; task.data.image_field names the column of the image to edit "
-                f"(keys: {columns})"
+                f"key {self.field!r} is missing or empty; set task.data.image_field to the column of the image to "
+                f"edit (keys: {columns})"
             )
         for image in (*images, *_mask(row)):
             self.files.check(image)

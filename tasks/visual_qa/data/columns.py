@@ -64,7 +64,10 @@ class Columns:
         if isinstance(options, Mapping):
             return {str(letter): str(text) for letter, text in options.items() if text is not None}
         if not isinstance(options, list | tuple) or len(options) > len(string.ascii_uppercase):
-            raise RowError(f"field {self.options!r} must be a list of at most 26 options, or a mapping from letters")
+            found = f"a list of {len(options)}" if isinstance(options, list | tuple) else type(options).__name__
+            raise RowError(
+                f"field {self.options!r} must be a list of at most 26 options, or a mapping from letters, not {found}"
+            )
         return {letter: str(text) for letter, text in zip(string.ascii_uppercase, options, strict=False)}
 
     def _letter(self, index: int, letters: list[str], answer: str) -> str:
@@ -81,7 +84,11 @@ class Columns:
         marked = [int(number) for number in NUMBERED.findall(text)]
         for number in marked:
             if number not in available:
-                raise RowError(f"the question has the marker <image {number}>, but the row has no such image")
+                columns = ", ".join(self.images[given - 1] for given in available) or "none"
+                raise RowError(
+                    f"the question has the marker <image {number}>, but the row has no such image (columns with "
+                    f"images: {columns})"
+                )
         unmarked = [number for number in available if number not in marked]
         if marked and unmarked:
             text = "<image>" * len(unmarked) + text

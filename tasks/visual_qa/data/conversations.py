@@ -124,7 +124,10 @@ class ConversationFields:
                 raise RowError(f"field {self.messages!r}, message {index}: {error}") from None
         self._check_order([message.get("role") for message in messages])
         if (left := len(list(image_column))) > 0:
-            raise RowError(f"field {self.images!r} has {left} more images than {self.messages!r} has image markers")
+            raise RowError(
+                f"field {self.images!r} has {left} more images than {self.messages!r} has image markers; write "
+                f"{MARKER} where each image belongs"
+            )
         return parsed
 
     def _check_order(self, roles: Sequence[str]) -> None:
@@ -157,11 +160,11 @@ class ConversationFields:
         parts = list(self._parts(message.get("content"), image_column, open_image))
         if role == "assistant":
             if not all(isinstance(part, str) for part in parts):
-                raise RowError("an assistant message with an image; it may hold text only")
+                raise RowError("an assistant message has an image; it may hold text only")
             text = self._response("".join(map(str, parts)), message.get("tool_calls"))
             parts = [text] if text.strip() else []
         elif message.get("tool_calls"):
-            raise RowError(f"a message of role {role} with tool_calls; only assistant messages may have them")
+            raise RowError(f"a message of role {role} has tool_calls; only assistant messages may have them")
         if not parts:
             raise RowError("the message is empty")
         return Message(self.tool_role if role == "tool" else role, tuple(parts))
@@ -226,7 +229,10 @@ class ConversationFields:
             raise RowError("tool_calls must be a list")
         written = [self._call(call) for call in calls]
         if self.calls == "python" and len(written) > 1:
-            raise RowError("several tool_calls in one message; with task.data.calls=python only one is possible")
+            raise RowError(
+                "several tool_calls in one message; with task.data.calls=python only one is possible; keep one, or "
+                "set it to json"
+            )
         return "\n".join([text, *written] if text else written)
 
     def _call(self, call: object) -> str:
@@ -243,7 +249,9 @@ class ConversationFields:
             except (ValueError, RecursionError):
                 raise RowError(f"the arguments of the tool call {name} are not JSON") from None
         if not isinstance(arguments, Mapping | None):
-            raise RowError(f"the arguments of the tool call {name} are not an object")
+            raise RowError(
+                f"the arguments of the tool call {name} are not an object, {{...}}, but {type(arguments).__name__}"
+            )
         given_arguments = without_nulls(arguments or {})
         if self.calls == "python":
             return f"{name}({', '.join(f'{key}={value!r}' for key, value in given_arguments.items())})"

@@ -150,11 +150,15 @@ class DigitsSource:
             raise ValueError(f"kinds must be some of {', '.join(KINDS)}, not {', '.join(unknown) or 'none'}")
         if cells not in POSITIONS:
             raise ValueError(f"cells must be {min(POSITIONS)} to {max(POSITIONS)}, not {cells}")
-        if size < 1 or seed < 0 or scale < 1 or not 0 <= jitter < CELL:
-            raise ValueError(
-                f"size >= 1, seed >= 0, scale >= 1 and 0 <= jitter < {CELL} are needed, "
-                f"not {size=}, {seed=}, {scale=}, {jitter=}"
-            )
+        for key, value, least, most in (
+            ("size", size, 1, None),
+            ("seed", seed, 0, None),
+            ("scale", scale, 1, None),
+            ("jitter", jitter, 0, CELL - 1),
+        ):
+            if value < least or (most is not None and value > most):
+                range_text = f"at least {least}" if most is None else f"{least} to {most}"
+                raise ValueError(f"{key} must be {range_text}, not {value}")
         self.split, self.size, self.seed, self.kinds = split, size, seed, tuple(kinds)
         self.cells, self.scale, self.jitter, self.wrong_share = cells, scale, jitter, wrong_share
         self._pool = split_indices(split)

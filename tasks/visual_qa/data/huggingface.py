@@ -161,5 +161,8 @@ def _load(name: str, split: str, options: dict[str, Any]) -> Any:
     if not isinstance(saved, datasets.DatasetDict):
         return saved
     if split not in saved:
-        raise ValueError(f"{name}: no split {split!r}; it has {', '.join(saved)}")
+        raise ValueError(
+            f"{name}: no split {split!r}; it has {', '.join(saved)}; correct task.data.train_split or "
+            "task.data.eval_split"
+        )
     return saved[split]

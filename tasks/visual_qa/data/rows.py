@@ -84,7 +84,7 @@ class RowSource:
 
     def __init__(self, rows: Rows, fields: RowMapping, *, name: str, prefix: str, max_bad_share: float, validate: bool):
         if not 0 <= max_bad_share <= 1:
-            raise ValueError(f"max_bad_share must lie in 0 .. 1, not {max_bad_share}")
+            raise ValueError(f"max_bad_share must be from 0 to 1, not {max_bad_share}")
         self.name, self.max_bad_share = name, max_bad_share
         self._rows, self._fields, self._prefix = rows, fields, prefix
         self.change: Callable[[Prompt], Prompt] | None = None  # applied to prompts before they are checked and returned
@@ -98,7 +98,8 @@ class RowSource:
         if self._reasons:
             self._good = [row for row in range(len(rows)) if row not in self._reasons]
         if not self._good:
-            raise ValueError(f"{name}: no row of it can be used")
+            why = "the warnings above say why" if self._reasons else "it is empty"
+            raise ValueError(f"{name}: no row of it can be used; {why}")
 
     def __len__(self) -> int:
         return len(self._good)

@@ -50,10 +50,13 @@ class ScenesSource:
         if unknown := [color for color in colours if color not in COLORS]:
             raise ValueError(f"colours must be some of {', '.join(COLORS)}, not {', '.join(unknown)}")
         margin, self.num_digits = (cell - CELL) // 2, rows * columns
-        if size < 1 or seed < 0 or not 1 <= len(colours) <= self.num_digits or not 0 <= jitter <= margin:
+        if size < 1 or seed < 0:
+            raise ValueError(f"size must be at least 1 and seed at least 0, not {size} and {seed}")
+        if not 1 <= len(colours) <= self.num_digits:
+            raise ValueError(f"colours must name 1 to {self.num_digits} colours, one for a digit, not {len(colours)}")
+        if not 0 <= jitter <= margin:
             raise ValueError(
-                f"size >= 1, seed >= 0, at most {self.num_digits} colours and 0 <= jitter <= {max(0, margin)} are "
-                f"needed, not {size=}, {seed=}, {colours=}, {jitter=}, {cell=}"
+                f"jitter must be 0 to {max(0, margin)} with cell={cell}, not {jitter}; raise cell or lower it"
             )
         self.split, self.size, self.seed = split, size, seed
         self.rows, self.columns, self.cell, self.jitter, self.colours = rows, columns, cell, jitter, tuple(colours)

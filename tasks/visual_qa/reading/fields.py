@@ -162,7 +162,7 @@ class Fields:
         num_markers = text.count(marker)
         if num_markers == num_references:
             return
-        hint = ""
+        hint = "; write one marker for each"
         if not num_references and field not in row:
             key = {MARKER: "image_field", VIDEO_MARKER: "video_field"}[marker]
             hint = f" (fields: {', '.join(map(str, row))}); set task.data.{key} to the right one"

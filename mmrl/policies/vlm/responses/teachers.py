@@ -52,8 +52,8 @@ class VisionLanguageTeachers(TokenTeachers):
         for sample, row in zip(rollouts.samples, rollouts.inputs, strict=True):
             if row.images or row.observed_images:
                 raise UserError(
-                    f"prompt {sample.prompt.id} has images, but a teacher behind a server reads only token ids; set "
-                    "teacher.path, or use prompts without images"
+                    f"prompt {sample.prompt.id} has images, but a teacher of type=server gets token ids only; use a "
+                    "teacher of type=path, or prompts without images"
                 )
         return [(row.prompt.tolist(), row.response.tolist()) for row in rollouts.inputs]
 

@@ -108,7 +108,10 @@ def end_tokens(generation: GenerationConfig, tokenizer: Tokenizer) -> tuple[int,
     ids = declared if isinstance(declared, list) else [declared]
     distinct = [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
     if not distinct:
-        raise UserError("the model of model.path has no end token; set eos_token_id in its generation_config.json")
+        raise UserError(
+            "model.path: neither generation_config.json nor the tokenizer names an end token; set eos_token_id in "
+            "generation_config.json"
+        )
     return tuple(distinct)
 
 
