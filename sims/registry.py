@@ -144,7 +144,7 @@ def _load(name: str) -> Callable[..., Simulator]:
             raise UserError(
                 f"simulator {name!r}: {error}; install it with: {extra_command(EXTRAS.get(name, name))}"
             ) from error
-        raise UserError(f"simulator {name!r}: {error}; add the folder of that module to PYTHONPATH") from error
+        raise UserError(f"simulator {name!r}: {error}; install that module, or add its folder to PYTHONPATH") from error
     if attribute not in members:
         raise UserError(f"simulator {name!r}: module {module_name} has no {attribute!r}{nearest(attribute, members)}")
     return members[attribute]

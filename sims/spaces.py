@@ -206,7 +206,10 @@ class ObservationReader:
             sizes = ", ".join(
                 f"{name} {list(images.shape[1:3])}" for name, images in zip(self.images, cameras, strict=True)
             )
-            raise UserError(f"gymnasium: the images of all cameras must have one height, not {sizes}")
+            raise UserError(
+                f"gymnasium: the images of all cameras must have one height, not {sizes}; name "
+                "others in task.options.image"
+            )
         return np.concatenate(cameras, 2)
 
     def read_state(self, observation: Any, num_envs: int) -> NDArray[np.float32]:

@@ -143,7 +143,9 @@ def load_object(path: str) -> Any:
     try:
         members = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
-        raise ValueError(f"no function {path!r}: {error}; add the folder of that module to PYTHONPATH") from error
+        raise ValueError(
+            f"no function {path!r}: {error}; install that module, or add its folder to PYTHONPATH"
+        ) from error
     except Exception as error:  # any fault of a module of the user's own
         raise ValueError(f"no function {path!r}: {module_name} cannot be imported: {describe_error(error)}") from error
     if attribute not in members:

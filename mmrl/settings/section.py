@@ -232,9 +232,9 @@ def locate(target: str, key: str) -> Any:
         members = vars(importlib.import_module(module))
     except (ImportError, ValueError) as error:
         hint = moved.hint_of(error) if isinstance(error, ImportError) else ""
-        place = ", with its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) and not hint else ""
+        path_hint = ", with its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) and not hint else ""
         raise SettingsError(
-            f"{key}={target}: no such object ({error}{hint}); expected package.module:name{place}"
+            f"{key}={target}: no such object ({error}{hint}); expected package.module:name{path_hint}"
         ) from None
     except Exception as error:  # any fault of the user's module
         raise SettingsError(f"{key}={target}: {module} cannot be imported: {describe_error(error)}") from None

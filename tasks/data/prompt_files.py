@@ -139,7 +139,7 @@ def _dataset_rows(path: Path) -> Iterator[TableEntry]:
 def _check_size(path: Path, num_rows: int) -> None:
     if num_rows > MAX_ROWS:
         raise ValueError(
-            f"{path}: {num_rows} rows; at most {MAX_ROWS} are read, since prompts are held in memory; split it"
+            f"{path}: {num_rows} rows; at most {MAX_ROWS} are read, since prompts are held in memory; split the file"
         )
 
 

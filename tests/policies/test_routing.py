@@ -443,5 +443,5 @@ def test_an_engine_that_tells_no_or_other_experts_is_named(policy):
         (9, known + EXPERTS),
         (9, known - 1),
     ):
-        with pytest.raises(UserError, match="for prompt p, but the model has"):
+        with pytest.raises(UserError, match="for prompt p, but the trained model needs"):
             routing.check("p", tokens, experts)

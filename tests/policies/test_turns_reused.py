@@ -116,7 +116,9 @@ def test_a_view_without_text_keeps_what_observations_say(policy, talks):
 
 
 def test_a_view_that_changes_the_size_of_what_was_observed_is_refused(policy, talks):
-    with pytest.raises(UserError, match="a view of prompt a changed the number or the size of its images"):
+    with pytest.raises(
+        UserError, match="a view changed the number or the size of images in the conversation of prompt a"
+    ):
         policy.view(talks, Cropped().changed)
 
 

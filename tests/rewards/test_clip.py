@@ -180,9 +180,9 @@ def test_heads_that_do_not_fit(clip_folder, tmp_path, state, words):
     [
         ("clip_similarity", {"model": "no/such/folder"}, "CLIP model 'no/such/folder'"),
         ("clip_similarity", {"model": "ViT-B-32"}, "no such folder; for a model of open_clip set pretrained"),
-        ("clip_similarity", {"model": "local-dir:/no/such"}, "open_clip model 'local-dir:/no/such'"),
-        ("clip_similarity", {"model": "local-dir:absent"}, "open_clip model 'local-dir:absent'"),
-        ("clip_similarity", {"model": "ViT-B-33", "pretrained": "openai"}, "open_clip model 'ViT-B-33'"),
+        ("clip_similarity", {"model": "local-dir:/no/such"}, "open_clip cannot load model 'local-dir:/no/such'"),
+        ("clip_similarity", {"model": "local-dir:absent"}, "open_clip cannot load model 'local-dir:absent'"),
+        ("clip_similarity", {"model": "ViT-B-33", "pretrained": "openai"}, "open_clip cannot load model 'ViT-B-33'"),
         ("clip_similarity", {"model": "ViT-B-32", "pretrained": "no-such-tag"}, "no-such-tag"),
         ("hpsv2", {"weights": "no-such-file.pt"}, "no-such-file.pt"),
         ("hpsv2", {}, "needs option weights"),
@@ -202,7 +202,7 @@ def test_bad_options(name, options, words, monkeypatch):
 def test_a_model_without_weights_is_refused(open_clip_folder, tmp_path):
     """open_clip itself would go on with random ones."""
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": TINY}))
-    with pytest.raises(ValueError, match="reward 'clip_similarity': open_clip model"):
+    with pytest.raises(ValueError, match="reward 'clip_similarity': open_clip cannot load model"):
         build("clip_similarity", {"model": f"local-dir:{tmp_path}"})
 
 

@@ -201,7 +201,7 @@ def test_prompts_and_detectors_that_do_not_fit_are_named(tmp_path):
         detector({"kind": "torchvision", "name": "fasterrcnn", "weights": "x"})
     with pytest.raises(ValueError, match="unexpected keyword argument 'size'"):
         detector({"kind": "onnx", "path": "x", "size": 3})
-    with pytest.raises(ValueError, match="must lie in 0 .. 1"):
+    with pytest.raises(ValueError, match="must be from 0 to 1"):
         GenEval(detector={"kind": "onnx", "path": "x"}, threshold=2)
 
 

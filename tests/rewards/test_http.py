@@ -184,7 +184,7 @@ def test_pauses_grow_to_a_limit(monkeypatch):
     [
         ({"url": "127.0.0.1:8000"}, "begins with http"),
         ({"deadline_s": 0}, "deadline_s must be positive"),
-        ({"retries": -1}, "retries not negative"),
+        ({"retries": -1}, "retries must not be negative"),
         ({"format": "pickle"}, "format must be one of json, npz"),
         ({"pixels": "bf16"}, "pixels must be one of"),
         ({"scope": "rank"}, "scope must be one of"),
@@ -251,7 +251,7 @@ def test_clips_survive_the_way(format, pixels):
 
 
 def test_what_json_cannot_carry_is_named():
-    with pytest.raises(UserError, match="answer or metadata cannot be sent.*Tensor"):
+    with pytest.raises(UserError, match="prompt .*answer or metadata cannot be sent.*Tensor"):
         encode([sample(answer=torch.zeros(2))], None, "json")
 
 

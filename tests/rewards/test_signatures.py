@@ -191,9 +191,9 @@ def test_signatures_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=f"reward '{HERE}:{function}'.*{reason}"):
             RewardSet([RewardSpec(name=f"{HERE}:{function}", signature=signature, options=options)])
-    with pytest.raises(ValueError, match="signature: trl needs a custom function"):
+    with pytest.raises(ValueError, match="signature: trl is for your own function"):
         RewardSet([RewardSpec(name="exact_match", signature="trl")])
-    with pytest.raises(ValueError, match="without isolated: true"):
+    with pytest.raises(ValueError, match="works only without isolated: true"):
         RewardSet([RewardSpec(name=f"{HERE}:all_columns", signature="trl", isolated=True)])
 
 

@@ -129,8 +129,8 @@ def test_the_accuracy_does_not_take_the_place_of_a_reward_of_its_name():
     ("options", "message"),
     [
         ({"split": "word"}, "split must be newline, sentence or separator, not 'word'"),
-        ({"split": "separator"}, "if and only if split is separator"),
-        ({"separator": ";"}, "if and only if split is separator"),
+        ({"split": "separator"}, "split: separator needs the option separator"),
+        ({"separator": ";"}, "separator is for split: separator, but split is newline"),
         ({"scorer": f"{HERE}:BAD"}, "is neither a function nor a class"),
         ({"scorer": f"{HERE}:nothing"}, "has no 'nothing'"),
     ],

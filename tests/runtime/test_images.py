@@ -120,7 +120,7 @@ def test_sixteen_bits_of_grey_become_eight(form):
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_numbers_without_a_range_are_refused_by_the_header(mode, tmp_path):
     (tmp_path / "deep.tif").write_bytes(stored(Image.new(mode, (2, 2), 3), "TIFF"))
-    with pytest.raises(ValueError, match=f"mode {mode} have no known range; save it with 8 or 16 bits"):
+    with pytest.raises(ValueError, match=f"mode {mode} have no known range; save the image with 8 or 16 bits"):
         check_mode(opened((tmp_path / "deep.tif").read_bytes()))
     for use in (ImageFiles(tmp_path).check, ImageFiles(tmp_path).decode):
         with pytest.raises(RowError, match=f"mode {mode} have no known range"):

@@ -22,7 +22,9 @@ def test_weights_are_where_the_path_or_the_recipe_says(keys, folder):
     assert WeightsOrigin(**keys).folder == folder
 
 
-@pytest.mark.parametrize(("keys", "message"), [({}, "set path, a folder"), ({"path": "a", "recipe": "b"}, "not both")])
+@pytest.mark.parametrize(
+    ("keys", "message"), [({}, "set path \\(a folder"), ({"path": "a", "recipe": "b"}, "not both")]
+)
 def test_there_is_one_origin(keys, message):
     with pytest.raises(ValueError, match=message):
         WeightsOrigin(**keys)

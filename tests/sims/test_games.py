@@ -180,9 +180,9 @@ def test_an_image_that_there_is_not_is_refused_before_a_model_is_loaded(seen, co
         UserError, match="task.game.image=view: the observation of Seen-v0 has no such key; it has none"
     ):
         seen(image="view").check()
-    with pytest.raises(UserError, match="task.game.env=Seen-v0 can not be made: TypeError: .*render_mode"):
+    with pytest.raises(UserError, match="task.game.env=Seen-v0 cannot be made: TypeError: .*render_mode"):
         seen(image="render").check()
-    with pytest.raises(UserError, match="task.game.env=Seen-v0 can not begin a game: RuntimeError: out of order"):
+    with pytest.raises(UserError, match="task.game.env=Seen-v0 cannot begin a game: RuntimeError: out of order"):
         seen(kwargs={"broken": True}).check()
     with pytest.raises(SettingsError, match="task.game.expert=nowhere:f"):
         seen(expert="nowhere:f").check()

@@ -130,7 +130,7 @@ def test_images_are_seen_from_the_front():
     [
         ({"observation": "rbg"}, "unknown observation 'rbg' .did you mean 'rgb'?"),
         ({"reward": "dense"}, "reward must be 'sparse' or 'shaped', not 'dense'"),
-        ({"max_steps": 0}, "max_steps at least 1, not 64 and 0"),
+        ({"max_steps": 0}, "max_steps must be at least 1, not 0"),
         ({"image_size": 4}, "image_size must be at least 8"),
     ],
 )

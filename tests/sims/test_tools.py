@@ -124,10 +124,10 @@ def test_mark_draws_a_red_frame_and_leaves_the_rest():
         ("zoom(1, 2, 3)", "zoom needs bottom"),
         ("zoom(1, 2, 3, 4, 7)", "there is no image 7"),
         ("zoom(1, 2, 3, 4, 0, 9)", "zoom takes left, top, right, bottom, image"),
-        ("zoom('a', 2, 3, 4)", "zoom: left can not be 'a'"),
-        ("zoom(1, 2, 3, 4, True)", "zoom: image can not be True"),
+        ("zoom('a', 2, 3, 4)", "zoom: left cannot be 'a'"),
+        ("zoom(1, 2, 3, 4, True)", "zoom: image cannot be True"),
         ("zoom(1, 2, 3, size=4)", "zoom takes left"),
-        ("zoom(a, 2, 3, 4)", "the arguments of the call can not be read"),
+        ("zoom(a, 2, 3, 4)", "the arguments of the call cannot be read"),
         ("soom(1, 2, 3, 4)", "there is no function 'soom'; there are zoom"),
     ],
 )
@@ -169,7 +169,7 @@ def test_python_calls_take_literals_only():
 def test_a_call_whose_arguments_can_not_be_read_is_told_to_the_policy(arguments):
     """It is a wrong answer; an exception would lose the rollout, which then is not punished."""
     reply = environment("zoom").step(f"zoom({arguments})")
-    assert reply.error == "the arguments of the call can not be read" and not reply.end
+    assert reply.error == "the arguments of the call cannot be read" and not reply.end
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_ocr_reads_the_whole_image_or_a_box_of_it(reading):
         ("ocr(1, 0, 1, 2)", "the box is empty"),
         ("ocr(0, 0, 0.001, 2)", "smaller than a pixel"),
         ("ocr(0, 0, 1, 2, 4)", "there is no image 4"),
-        ("ocr('STOP')", "ocr: left can not be 'STOP'"),
+        ("ocr('STOP')", "ocr: left cannot be 'STOP'"),
     ],
 )
 def test_a_box_that_can_not_be_read_is_an_observation(reading, call, told):

@@ -234,7 +234,7 @@ def called(call):
         (changed(3, role="assistant", content="so"), "follows another assistant message"),
         (changed(5, role="system"), "message 5: a system message must be the first message"),
         (changed(4, content=None), "message 4: the message is empty"),
-        (changed(4, content=[{"type": "image"}]), "message 4: an assistant message with an image"),
+        (changed(4, content=[{"type": "image"}]), "message 4: an assistant message has an image"),
         (changed(5, content=[{"type": "video"}]), "message 5: a part of type 'video'; only text and images are read"),
         (changed(5, content=[{"type": "text"}]), "message 5: a part of type text without the key text"),
         (changed(5, content="<video>"), "message 5: <video> in a conversation"),

@@ -311,7 +311,7 @@ def test_listed_episodes_and_splits(tmp_path, dataset):
     assert seen(source(root, split="test")) == THIRD
     assert seen(source(root, episodes=[2, 0])) == THIRD + FIRST
     assert seen(source(dataset("v3.0"), episodes=[1])) == SECOND
-    with pytest.raises(UserError, match="has no episode 3; it has 3, from 0 to 2"):
+    with pytest.raises(UserError, match="has no episode 3; it has 3 episodes, from 0 to 2"):
         source(dataset("v3.0"), episodes=[1, 3])
     for episodes in (0, [], [1, 1], [-1]):
         with pytest.raises(ValueError, match=r"task\.demonstrations\.episodes"):

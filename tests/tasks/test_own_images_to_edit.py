@@ -63,7 +63,7 @@ def test_the_same_words_for_another_image_are_held_out(folder, caplog):
     [
         (
             {"prompt": "q"},
-            r"rows.jsonl, line 2: key 'image' is missing or empty; task.data.image_field names .*keys: prompt\)",
+            r"rows.jsonl, line 2: key 'image' is missing or empty; set task.data.image_field .*keys: prompt\)",
         ),
         (DARK | {"image": "none.png"}, "line 2: cannot read 'none.png'"),
         (DARK | {"image": "../dark.png"}, "line 2: .*contains '\\.\\.'"),

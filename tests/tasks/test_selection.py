@@ -34,8 +34,8 @@ def test_chosen_episodes(options, splits, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"episodes": [0, 3, 7]}, "episodes: F has no episode 3, 7; it has 6, from 0 to 6"),
-        ({"episodes": [0], "split": "rest"}, "F has no episode 0 in its split rest; it has 2, from 5 to 6"),
+        ({"episodes": [0, 3, 7]}, "episodes: F has no episode 3, 7; it has 6 episodes, from 0 to 6"),
+        ({"episodes": [0], "split": "rest"}, "F has no episode 0 in its split rest; it has 2 episodes, from 5 to 6"),
         ({"split": "vall"}, "split=vall: F has no such split, only train, val, rest, most, odd, all"),
         ({"split": "odd"}, "F/meta/info.json: the split odd is '0, 1', not FIRST:END"),
         ({"split": "most"}, "the split most is ':-1', not FIRST:END"),

@@ -214,7 +214,7 @@ class VisionLanguageModel(ModelSettings):
         if config.rollout.micro_batch is not None:
             raise ValueError(
                 "rollout.generator.partial generates for all prompts of a step at once, which rollout.micro_batch="
-                f"{config.rollout.micro_batch} would split; set it to null"
+                f"{config.rollout.micro_batch} would split; set rollout.micro_batch=null"
             )
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:

@@ -265,12 +265,12 @@ class JudgeReward:
         elif path is not None and base_url is None and model is None:
             self.judge = LocalJudge(path, self.answers, batch_size, dtype, device)
         else:
-            given = [
+            keys = [
                 key for key, value in (("base_url", base_url), ("model", model), ("path", path)) if value is not None
             ]
             raise ValueError(
                 "give base_url and model for an endpoint, or path for a model in this process; given: "
-                f"{', '.join(given) or 'none of them'}"
+                f"{', '.join(keys) or 'none of them'}"
             )
 
 

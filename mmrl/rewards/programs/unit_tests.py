@@ -88,9 +88,9 @@ def read_tests(prompt: Prompt) -> tuple[str, list[Any], list[Any]]:
         )
     inputs, outputs, name = tests["inputs"], tests.get("outputs"), tests.get("fn_name")
     if not isinstance(outputs, list) or len(outputs) != len(inputs):
-        found = len(outputs) if isinstance(outputs, list) else "no list"
+        actual = len(outputs) if isinstance(outputs, list) else "no list"
         raise UserError(
-            f"prompt {prompt.id!r}: its answer must have as many outputs as inputs, {len(inputs)}, but has {found}"
+            f"prompt {prompt.id!r}: its answer must have as many outputs as inputs, {len(inputs)}, but has {actual}"
         )
     if name is None:
         return "inputs", [_to_text(value) for value in inputs], [_to_text(value) for value in outputs]

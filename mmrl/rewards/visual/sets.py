@@ -55,9 +55,9 @@ class SetDistance:
             )
         real = load_object(reference)()
         if not isinstance(real, Tensor) or real.dim() != 4 or len(real) < 2:
-            found = list(real.shape) if isinstance(real, Tensor) else type(real).__name__
+            actual = list(real.shape) if isinstance(real, Tensor) else type(real).__name__
             raise ValueError(
-                f"reference {reference} must return at least two images, [image, channel, height, width], not {found}"
+                f"reference {reference} must return at least two images, [image, channel, height, width], not {actual}"
             )
         self._size = tuple(real.shape[1:])
         self._distance = partial(DISTANCES[metric], reference=self._features_of(real))

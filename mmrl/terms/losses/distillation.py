@@ -159,7 +159,9 @@ class StepDivergence(DivergenceEstimator):
 
     def needs_of(self, teacher: Teacher) -> Needs:
         if not isinstance(teacher, PathTeacher):
-            raise ValueError(f"estimator={self.type} needs teacher.path, got teacher.type={teacher.type}")
+            raise ValueError(
+                f"estimator={self.type} needs teacher.path, got teacher.type={teacher.type}; set teacher.type=path"
+            )
         return teacher.needs | Needs(offers=frozenset({self.offer}), measurements=(TeacherPredictions(teacher),))
 
     @abstractmethod

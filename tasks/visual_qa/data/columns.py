@@ -64,9 +64,9 @@ class Columns:
         if isinstance(options, Mapping):
             return {str(letter): str(text) for letter, text in options.items() if text is not None}
         if not isinstance(options, list | tuple) or len(options) > len(string.ascii_uppercase):
-            found = f"a list of {len(options)}" if isinstance(options, list | tuple) else type(options).__name__
+            actual = f"a list of {len(options)}" if isinstance(options, list | tuple) else type(options).__name__
             raise RowError(
-                f"field {self.options!r} must be a list of at most 26 options, or a mapping from letters, not {found}"
+                f"field {self.options!r} must be a list of at most 26 options, or a mapping from letters, not {actual}"
             )
         return {letter: str(text) for letter, text in zip(string.ascii_uppercase, options, strict=False)}
 
@@ -84,7 +84,7 @@ class Columns:
         marked = [int(number) for number in NUMBERED.findall(text)]
         for number in marked:
             if number not in available:
-                columns = ", ".join(self.images[given - 1] for given in available) or "none"
+                columns = ", ".join(self.images[position - 1] for position in available) or "none"
                 raise RowError(
                     f"the question has the marker <image {number}>, but the row has no such image (columns with "
                     f"images: {columns})"

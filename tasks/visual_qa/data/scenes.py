@@ -53,7 +53,10 @@ class ScenesSource:
         if size < 1 or seed < 0:
             raise ValueError(f"size must be at least 1 and seed at least 0, not {size} and {seed}")
         if not 1 <= len(colours) <= self.num_digits:
-            raise ValueError(f"colours must name 1 to {self.num_digits} colours, one for a digit, not {len(colours)}")
+            raise ValueError(
+                f"{len(colours)} colours do not fit on {self.num_digits} digits (rows x columns); name one for each "
+                "digit at most, and at least one"
+            )
         if not 0 <= jitter <= margin:
             raise ValueError(
                 f"jitter must be 0 to {max(0, margin)} with cell={cell}, not {jitter}; raise cell or lower it"

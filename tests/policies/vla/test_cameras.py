@@ -63,12 +63,15 @@ def test_a_simulator_without_names_has_one_camera():
     assert (seen.image("camera") == 7).all()
 
 
-@pytest.mark.parametrize("simulator", ["UnevenCost", "Twice"])
-def test_names_must_fit_the_image(simulator):
-    with pytest.raises(
-        UserError,
-        match="cameras must have different names, and their number must divide the image's width of 16 pixels",
-    ):
+@pytest.mark.parametrize(
+    ("simulator", "message"),
+    [
+        ("UnevenCost", "must be equally wide, but the width of image_shape, 16, is not divisible by 3"),
+        ("Twice", "cameras must be one or more different names"),
+    ],
+)
+def test_names_must_fit_the_image(simulator, message):
+    with pytest.raises(UserError, match=message):
         build(f"tests.policies.vla.test_cameras:{simulator}", 1)
 
 

@@ -152,8 +152,8 @@ def test_source_and_result_under_two_instructions(folder, trained):
         ({"instruction": "absent.txt"}, "there is no file"),
         ({"tokens": {MOTION: 1.0}}, "must contain <|MQ_reward|>".replace("|", r"\|")),
         ({"tokens": {}}, "mapping of special tokens to weights"),
-        ({"normal": {QUALITY: [0.0, 0.0]}}, "positive std"),
-        ({"normal": {MOTION: [0.0, 1.0]}}, "is not a token"),
+        ({"normal": {QUALITY: [0.0, 0.0]}}, "std above 0"),
+        ({"normal": {MOTION: [0.0, 1.0]}}, "is not one of the tokens"),
         ({"instruction": {"head_7": "one.txt"}}, "not a chain of linear layers"),
     ],
 )
