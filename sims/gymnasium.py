@@ -135,8 +135,10 @@ class GymnasiumSimulator:
         """Returns the expert's next action in each of `rows`, [row, 1, action]. Raises UserError if there is no expert,
         or if `length`, the number of actions to plan, is not 1."""
         vector = self._env.unwrapped
-        if self._make_expert is None or not isinstance(vector, SyncVectorEnv):
-            raise UserError("this gymnasium environment has no expert; set task.options.expert, with a SyncVectorEnv")
+        if self._make_expert is None:
+            raise UserError("this gymnasium environment has no expert; set task.options.expert")
+        if not isinstance(vector, SyncVectorEnv):
+            raise UserError(f"task.options.expert needs a SyncVectorEnv, not {type(vector).__name__}")
         if length != 1:
             raise UserError(
                 f"a gymnasium expert plans one action at a time; length (action.chunk) must be 1, not {length}"

@@ -54,7 +54,7 @@ def check_mask(key: str, mask: object, shape: torch.Size) -> None:
 def check_loss(key: str, loss: object) -> None:
     """Raises UserError unless `loss` is a 0-d tensor with a gradient."""
     if not _check_shape(key, loss, torch.Size()).requires_grad:
-        raise UserError(f"{key} gave a loss without a gradient: it does not depend on the policy")
+        raise UserError(f"{key} gave a loss without a gradient; compute it from `replay`, which has gradients")
 
 
 def _check_shape(key: str, values: object, shape: torch.Size) -> Tensor:

@@ -14,6 +14,6 @@ def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Pr
     if not heldout or not train:
         raise ValueError(
             f"task.data.heldout={share:g} leaves {len(train)} training and {len(heldout)} held-out prompts, but both "
-            "are needed; change it, or name a file of held-out prompts in task.data.eval"
+            "are needed; change heldout, or name a file of held-out prompts in task.data.eval"
         )
     return train, heldout

@@ -353,7 +353,8 @@ class Conversations:
                     reason = draft.dialogue.problem or END_REASONS[draft.dialogue.end]
                     raise UserError(
                         f"the demonstration of prompt {draft.prompt.id} has {len(texts)} responses, but the "
-                        f"conversation ended after {number} ({reason})"
+                        f"conversation ended after {number} ({reason}); shorten the demonstration, or change what "
+                        "ended it"
                     )
                 ids = policy.demonstrated_ids(draft.prompt, texts[number])
                 draft.append(ids, torch.zeros(len(ids)), None)
