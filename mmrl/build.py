@@ -215,7 +215,7 @@ def build_engine(config: Config, policy: Policy) -> Engine:
     """Builds the DeepSpeed engine around the policy's module. Raises UserError where no parameter is trained, and for a
     teacher that does not fit the policy."""
     if not any(p.requires_grad for p in policy.module.parameters()):
-        raise UserError("model.freeze leaves no parameter to train; name fewer modules in it")
+        raise UserError("model.freeze leaves no parameter to train; name fewer parts in it")
     check_teachers(config, policy)
     engine = Engine(
         policy.module, config.optim, config.engine, total_steps=config.total_updates, dtype=config.model.dtype

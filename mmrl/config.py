@@ -121,12 +121,13 @@ class Config(Section):
         if self.engine.zero_stage not in offered.zero_stages:
             stages = ", ".join(map(str, offered.zero_stages))
             raise ValueError(
-                f"engine.zero_stage={self.engine.zero_stage} does not go with {offered.source}; use {stages}"
+                f"engine.zero_stage={self.engine.zero_stage} does not go with {offered.source}; use one of {stages}"
             )
-        if self.engine.zero_stage == 3 and any(measurement.trains_copy for measurement in self.needs.measurements):
+        copying = [key for key, needs in self._parts() if any(measured.trains_copy for measured in needs.measurements)]
+        if self.engine.zero_stage == 3 and copying:
             raise ValueError(
-                "engine.zero_stage=3 shards the weights over the ranks, but a part of the algorithm trains a full copy "
-                "of the policy on each rank; use 0, 1, 2"
+                f"engine.zero_stage=3 shards the weights over the ranks, but {copying[0]} trains a full copy of the "
+                "policy on each rank; use 0, 1 or 2"
             )
         for name in self.optim.groups:
             if name not in offered.groups or (name == "critic" and not self.needs.critic):

@@ -213,7 +213,8 @@ class Job:
                 raise UserError(f"{dead} has ended; look for the error in its output ({reason})") from error
             if isinstance(error, NOT_MET):
                 raise UserError(
-                    f"ranks do not connect at MASTER_ADDR:MASTER_PORT={meeting_place()}: {str(error).splitlines()[0]}"
+                    f"ranks do not connect at MASTER_ADDR:MASTER_PORT={meeting_place()}: {str(error).splitlines()[0]}; "
+                    "check that all ranks run, have the same address, and can reach it"
                 ) from error
             raise
 

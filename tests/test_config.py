@@ -255,13 +255,13 @@ def test_half_precision_needs_master_weights(refusal, config):
         (["model.path=a", "model.build=b:c"], "model: path and build"),
         (["model.path=a", "model.warm_start=b.yaml"], "model: path and warm_start"),
         (["rollout.dynamic_sampling={low: 0.5, high: 0.4}"], "rollout.dynamic_sampling: low=0.5 is above high=0.4"),
-        (["optim.hold_steps=3"], "optim: hold_steps=3 holds all parameters, so nothing is learned"),
+        (["optim.hold_steps=3"], "optim: hold_steps=3 lets only optim.groups learn at first, but there are none"),
         (
             ["rollout.max_response_length={type: additive, start: 9, metric: m, target: 1, rate: 1, low: 4}"],
             "rollout: max_response_length has no upper bound; set its `high`",
         ),
         (["engine.offload=all", "engine.zero_stage=2"], "engine.zero_stage=3"),
-        (["engine.offload=optimizer"], "engine.zero_stage of 1"),
+        (["engine.offload=optimizer"], "does not work with engine.zero_stage=0; set that to 1, 2 or 3"),
         (["model.lora.dropout=0.1"], "model.lora: dropout"),
     ],
 )

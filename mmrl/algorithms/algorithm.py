@@ -307,8 +307,8 @@ class RewardedAlgorithm(Algorithm):
         shaper_type = next((shaper.type for shaper in self.shaping if shaper.learns_from_equal_rewards), None)
         if filters is not None and shaper_type is not None and filters.low is filters.high is None:
             raise ValueError(
-                f"rollout.dynamic_sampling drops nothing, since {shaper_type} (algorithm.shaping) learns from groups "
-                "of equal rewards too; set it to null, or set its low or high"
+                f"rollout.dynamic_sampling would drop no groups, since {shaper_type} (algorithm.shaping) learns from "
+                "groups with equal rewards too; set rollout.dynamic_sampling=null, or its key low or high"
             )
 
     @property

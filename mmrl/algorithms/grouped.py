@@ -60,17 +60,18 @@ class GroupedAlgorithm(RewardedAlgorithm):
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
         super().check(config, offered)
-        group_option = next((t.type for t in self.transforms), f"algorithm.baseline={self.baseline.type}")
+        user, instead = f"algorithm.baseline={self.baseline.type}", "=running, greedy, batch_mean or none"
+        if self.transforms:
+            user, instead = f"algorithm.transforms ({self.transforms[0].type})", "=none and algorithm.transforms=[]"
         if (self.baseline.uses_other_rollouts or self.transforms) and config.group_size < 2:
             raise ValueError(
-                f"rollout.group_size={config.group_size} with {group_option}: a group of one has "
-                "no baseline and learns nothing; raise group_size or set algorithm.baseline=running, greedy, "
-                "batch_mean or none"
+                f"rollout.group_size={config.group_size} with {user}: a group of one has no baseline and learns "
+                f"nothing; raise rollout.group_size, or set algorithm.baseline{instead}"
             )
         if self.scale.needs_group and config.group_size < 2:
             raise ValueError(
                 f"rollout.group_size={config.group_size} with algorithm.scale={self.scale.type}: the std of a group of "
-                "one is 0, so nothing is learned; raise group_size or set algorithm.scale=none or batch_std"
+                "one is 0, so nothing is learned; raise rollout.group_size, or set algorithm.scale=none or batch_std"
             )
         if self.baseline.single_reward_only and (self.transforms or self.components.type not in ("sum", "gated")):
             raise ValueError(
@@ -87,9 +88,9 @@ class GroupedAlgorithm(RewardedAlgorithm):
         fits_trees = (self.baseline.type, self.components.type) == ("mean", "sum") and not self.transforms
         if "nodes" in offered.offers and not (fits_trees and self.scale.type in ("group_std", "none")):
             raise ValueError(
-                "rollouts are trees (denoising.likelihood.branching, rollout.extras branches), whose advantages "
-                "compare nodes: set algorithm.baseline=mean, algorithm.components=sum, algorithm.transforms=[] and "
-                "algorithm.scale=group_std or none"
+                "rollouts form trees (denoising.likelihood.branching, or branches in rollout.extras), whose advantages "
+                "compare branches; set algorithm.baseline=mean, algorithm.components=sum, algorithm.transforms=[] and "
+                "algorithm.scale=group_std or none, or sample without branches"
             )
 
     def check_rewards(self, names: list[str]) -> None:
@@ -118,7 +119,10 @@ class GroupedAlgorithm(RewardedAlgorithm):
         from mmrl.core.advantages import has_singleton_group, reward_statistics
 
         if self.baseline.uses_other_rollouts and has_singleton_group(combined, index):
-            warnings.warn("a group of one rollout has no baseline: its advantage is 0", stacklevel=2)
+            warnings.warn(
+                f"a group of one rollout has no baseline (algorithm.baseline={self.baseline.type}): its advantage is 0",
+                stacklevel=2,
+            )
         stats = reward_statistics(combined, varied, index, groups)
         batch.report({f"advantages/{name}": float(value) for name, value in stats.items()})
 

@@ -103,11 +103,14 @@ class PPO(RatioAlgorithm):
         if self.reduce_mode != "token_mean" or self.level != "decision":
             raise ValueError(
                 "algorithm.shuffle=steps splits episodes, so it needs algorithm.reduce=token_mean and "
-                "algorithm.level=decision"
+                f"algorithm.level=decision, not {self.reduce_mode} and {self.level}; set these, or "
+                "algorithm.shuffle=episodes"
             )
         for key, needs in self.parts():
             if needs.statistics or needs.whole_groups or needs.prepared:
-                raise ValueError(f"{key} needs whole episodes; set algorithm.shuffle=episodes")
+                raise ValueError(
+                    f"{key} needs whole episodes, which algorithm.shuffle=steps splits; set it to episodes"
+                )
 
     def advantages(self, batch: Batch) -> Tensor:
         """Computes advantages, [rollout, decision], and stores the critic's targets in the rollouts.

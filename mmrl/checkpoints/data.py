@@ -66,7 +66,7 @@ def check_data(folder: Path, config: dict[str, Any]) -> None:
         else:
             raise UserError(
                 f"{key}={path} has changed since run_dir={folder} began ({sizes}), so its rows differ from those "
-                "that were sampled and evaluated; restore it, name another run_dir, or set "
+                "that were sampled and evaluated; restore the file, name another run_dir, or set "
                 "checkpoint.changed_data=accept"
             )
 

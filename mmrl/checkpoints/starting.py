@@ -64,7 +64,10 @@ def check_goes_on(checkpoint: Path, config: Tree) -> None:
     """Raises UserError if a run with this configuration cannot resume from `checkpoint`."""
     check_same_training(read_state(checkpoint)["config"], config, checkpoint)
     if (step := files.step_of(checkpoint)) > config["steps"]:
-        raise UserError(f"{checkpoint} is later than steps={config['steps']}; set steps={step} or more")
+        raise UserError(
+            f"{checkpoint} is of step {step}, but steps={config['steps']}; set steps={step} or more, or name another "
+            "run_dir"
+        )
 
 
 def check_starts_again(folder: Path, config: Tree) -> None:
@@ -82,7 +85,10 @@ def check_starts_again(folder: Path, config: Tree) -> None:
     if not isinstance(before, dict):
         raise UserError(f"run_dir={folder} holds a run whose config.yaml cannot be read; name another run_dir")
     for key, (old, new) in differences(before, config, MAY_CHANGE).items():
-        raise UserError(f"run_dir={folder} holds a run in which {key} is {old!r}, not {new!r}; name another run_dir")
+        raise UserError(
+            f"run_dir={folder} holds a run in which {key} is {old!r}, not {new!r}; set {key} to its old value, or name "
+            "another run_dir"
+        )
 
 
 def read_origin(weights: Path) -> Tree | None:
@@ -108,6 +114,6 @@ def check_warm_start(final: Path, config: Tree, path: str) -> bool:
     for key, (old, new) in differences(origin["config"], config, NEUTRAL_KEYS).items():
         raise UserError(
             f"model.warm_start={path}: {final} was trained with {key}={old!r}, not {new!r}; set {key} to its old "
-            f"value, or remove {final.parent}, so that the warm start is run again"
+            f"value in that recipe, or remove {final.parent}, so that the warm start is run again"
         )
     return True

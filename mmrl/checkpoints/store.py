@@ -166,7 +166,10 @@ def go_back(folder: Path, engine: Engine, copies: Mapping[str, EMA | Snapshot], 
     the checkpoint's name. A collective. Raises UserError where there is none."""
     path = newest_intact(folder, engine, say)
     if path is None:
-        raise UserError("a guard (guards) is to restore a checkpoint, but there is none yet; lower checkpoint.every")
+        raise UserError(
+            f"a guard (guards) with action=restore has no checkpoint to restore, since {folder} has none yet; lower "
+            "checkpoint.every"
+        )
     updates, factor = engine.updates, engine.lr_factor
     rank_state = load(path, engine)
     engine.updates, engine.lr_factor = updates, factor
@@ -293,6 +296,6 @@ def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) 
         hint = "" if fixed is None or key not in permitted else f" (checkpoint.may_change: {fixed})"
         instead = ", name it in checkpoint.may_change," if fixed is None else ""
         raise UserError(
-            f"resume with a changed configuration: {key} is {after!r} but {path} was trained with {before!r}; set the "
-            f"former value{instead} or start a new run_dir{hint}"
+            f"a run cannot resume with a changed configuration: {key} is {after!r} but {path} was trained with "
+            f"{before!r}; set {key} to its former value{instead} or name another run_dir{hint}"
         )

@@ -51,7 +51,10 @@ class Cluster:
             self._join(address)
             _joined = address
         elif _joined not in (None, address):
-            raise UserError(f"{self.name}: this process is already in the Ray cluster {_joined}; set that address")
+            raise UserError(
+                f"{self.name}: this process is already in the Ray cluster {_joined} and can join no other; set that "
+                "address"
+            )
         self.host: str = ray.util.get_node_ip_address()
 
     def _join(self, address: str) -> None:
@@ -71,7 +74,7 @@ class Cluster:
         except (OSError, RuntimeError) as error:  # RuntimeError: the cluster has another version of Ray or Python
             raise UserError(
                 f"{self.name}: there is no Ray cluster to join ({' '.join(str(error).split())[:200]}); Ray has to run "
-                "on all hosts, this one too: ray start --head on the first, ray start --address=HEAD:6379 on others"
+                "on all hosts, this one too: ray start --head on one, ray start --address=HEAD:6379 on the others"
             ) from None
         finally:
             if (
@@ -137,7 +140,7 @@ class RayProcess:
                 self.kill()
                 raise ConnectionError(f"Ray lost a host ({_first_line(error)})") from None
         self.kill()
-        raise UserError(f"{self.cluster.shortage(self.gpus)}; add hosts, or ask for fewer processes")
+        raise UserError(f"{self.cluster.shortage(self.gpus)}; add hosts, or start fewer processes")
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str], python: str | None = None) -> None:
         """Starts `python ARGUMENTS` as soon as a host has the resources. python: None for the interpreter that runs Ray

@@ -16,11 +16,14 @@ def overrides(config: Config, recipe: str) -> list[str]:
 
     recipe: its name or path, for messages. Raises UserError if the algorithm learns without rewards.
     """
-    if config.algorithm.collects == "demonstrations" or "rewards" not in type(config.task).model_fields:
-        raise UserError(
-            f"mmrl control replaces rewards by random ones, but {recipe} has none: algorithm.type="
-            f"{config.algorithm.type} learns without rewards"
+    from_demonstrations = config.algorithm.collects == "demonstrations"
+    if from_demonstrations or "rewards" not in type(config.task).model_fields:
+        reason = (
+            f"algorithm.type={config.algorithm.type} learns without rewards"
+            if from_demonstrations
+            else f"task.type={config.task.type} has no key task.rewards"
         )
+        raise UserError(f"mmrl control replaces rewards by random ones, but {recipe} has none: {reason}")
     control = [f"run_dir={config.run_dir}_control", "task.rewards=[{name: random}]"]
     if "simulator_reward" in type(config.algorithm).model_fields:
         control.append("algorithm.simulator_reward=0.0")

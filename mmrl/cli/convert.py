@@ -81,7 +81,7 @@ def convert_former(path: Path) -> str:
     )
     try:
         if not isinstance(yaml.safe_load(text), dict):
-            raise UserError(f"{path}: expected a mapping at the top level")
+            raise UserError(f"{path}: expected a mapping at the top level, such as lines of KEY: VALUE")
         return with_current_names(text)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
@@ -113,8 +113,8 @@ def convert_robot_recipe(path: Path) -> Converted:
     source = script_settings(text)
     if "actor_rollout_ref.model.vla" not in source:
         raise UserError(
-            f"{path}: no configuration of verl, EasyR1, TRL, ms-swift, flow_grpo, RLinf or SimpleVLA-RL, nor a "
-            "TOML of cosmos-rl; configs/coming_from.md has their keys and mmrl's"
+            f"{path} is not a configuration of verl, EasyR1, TRL, ms-swift, flow_grpo, RLinf, SimpleVLA-RL or "
+            "cosmos-rl, so it cannot be converted; configs/coming_from.md lists their keys and mmrl's"
         )
     return convert_with_rules(
         source, SIMPLEVLA, SIMPLEVLA_INFRASTRUCTURE, path, "actor_rollout_ref.model.vla", "SimpleVLA-RL"
@@ -137,14 +137,20 @@ def convert_with_rules(
     `unmatched`. Raises UserError if `required_key` is missing.
     """
     if required_key not in source:
-        raise UserError(f"{path}: {required_key} is not set, so this is not a recipe of {system} for a robot")
+        raise UserError(
+            f"{path}: {required_key} is not set, so this is not a recipe of {system} for a robot; no others can be "
+            "converted"
+        )
     converted = Converted(settings={"run_dir": f"runs/{path.stem}", **ROBOT_SETTINGS})
     for key, value in source.items():
         rule = rules.get(key)
         if isinstance(rule, str):
             converted.settings[rule] = value
         elif rule is not None:
-            rule(value, converted, source)
+            try:
+                rule(value, converted, source)
+            except UserError as error:
+                raise UserError(f"{path}: {key}: {error}") from None
         elif key.startswith(infrastructure_prefixes):
             converted.unmatched[key] = INFRASTRUCTURE
         else:
@@ -196,7 +202,7 @@ def set_suite(value: str, converted: Converted, source: Settings) -> None:
     Raises UserError if `value` is not a LIBERO suite.
     """
     if value not in LIBERO_SUITES:
-        raise UserError(f"the suite {value} has no simulator here; choose one of {', '.join(LIBERO_SUITES)}")
+        raise UserError(f"mmrl has no simulator for the suite {value}; choose one of {', '.join(LIBERO_SUITES)}")
     converted.settings |= {
         "task.options": {"suites": [value], **converted.settings["task.options"]},
         "task.tasks": [f"{value}/{i}" for i in range(LIBERO_SUITES[value])],
@@ -228,7 +234,7 @@ def set_cameras(value: int, converted: Converted, source: Settings) -> None:
     Raises UserError if `value` is neither 1 nor 2.
     """
     if value not in (1, 2):
-        raise UserError(f"num_images_in_input={value}: LIBERO has two cameras; set it to 1 or 2")
+        raise UserError(f"the policy cannot read {value} images, since LIBERO has two cameras; set 1 or 2")
     if value == 2:
         cameras = ["agentview", "robot0_eye_in_hand"]
         converted.settings |= {
@@ -254,7 +260,7 @@ def term_rule(name: str) -> Rule:
 def set_estimator(value: str, converted: Converted, source: Settings) -> None:
     """Sets baseline and scale from the name of the advantage estimator. Raises UserError for an unknown one."""
     if value not in ("grpo", "rloo"):
-        raise UserError(f"adv_estimator={value} cannot be converted; choose grpo or rloo")
+        raise UserError(f"the estimator {value} cannot be converted; choose grpo or rloo")
     if value == "rloo":
         converted.settings |= {"algorithm.baseline": "leave_one_out", "algorithm.scale": "none"}
 

@@ -59,7 +59,7 @@ def tree_settings(text: str, path: Path) -> Settings:
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, Mapping):
-        raise UserError(f"{path}: expected a mapping at the top level")
+        raise UserError(f"{path}: expected a mapping at the top level, not {type(tree).__name__}")
     settings = {key: number(value) for key, value in flatten(tree).items()}
     return {key: _resolved(value, settings) for key, value in settings.items()}
 
@@ -213,13 +213,17 @@ def python_settings(text: str, function: str | None, name: str) -> Settings:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise UserError(f"{name}: not Python: {error}") from None
+        raise UserError(f"{name}: not valid Python: {error}") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and _assigns_config(node)}
     if not functions:
-        raise UserError(f"{name}: no function assigns to a configuration, as `config.key = value` does")
+        raise UserError(
+            f"{name}: no function sets keys of a configuration (config.KEY = VALUE), so this is not a configuration of "
+            "flow_grpo; name a file with such functions"
+        )
     if function is None and len(functions) > 1:
         raise UserError(
-            f"{name} has several configurations; choose one with {name}:FUNCTION, out of {', '.join(functions)}"
+            f"{name} has several configurations; name one as {name}:FUNCTION, where FUNCTION is one of "
+            f"{', '.join(functions)}"
         )
     selected = function or next(iter(functions))
     if selected not in functions:

@@ -248,7 +248,8 @@ def _set_robot(settings: Settings, converted: Converted) -> None:
     suite_name = settings.get("env.train.task_suite_name") or _default_environment(settings.get("defaults"))
     if suite_name is None:
         raise UserError(
-            "its defaults have no env/train, so it is not a robot recipe of RLinf; other ones cannot be converted"
+            "`defaults` names no training environment (env/train: NAME), so this is not a robot recipe of RLinf; its "
+            "other recipes cannot be converted"
         )
     set_suite(re.sub(r"_(grpo|ppo).*$", "", str(suite_name)), converted, settings)
     converted.settings["action.head"] = {"type": "token", "decoding": _token_decoding(settings)}
@@ -270,10 +271,8 @@ def _token_decoding(settings: Settings) -> str:
     model = str(next((value for key, value in settings.items() if key.endswith(("model_name", "model_type"))), ""))
     decodings = {"openvla_oft": "bidirectional", "openvla": "autoregressive"}
     if model not in decodings:
-        raise UserError(
-            f"the policy {model or '(model_type is not set)'} cannot be converted; set model_type or model_name to "
-            f"one of {', '.join(decodings)}"
-        )
+        problem = f"the policy {model} cannot be converted" if model else "model_type is not set"
+        raise UserError(f"{problem}; set model_type or model_name to one of {', '.join(decodings)}")
     return decodings[model]
 
 

@@ -100,7 +100,8 @@ def set_trl_batch(value: Any, converted: Converted, source: Settings) -> None:
     total = get_setting(source, "generation_batch_size", default=int(value) * num_processes * batches_per_generation)
     if int(total) % group_size:
         raise UserError(
-            f"a batch of {total} responses is not a multiple of num_generations={group_size}; change one of them"
+            f"a batch of {total} responses (generation_batch_size, or per_device_train_batch_size x processes x "
+            f"steps_per_generation) is not a multiple of num_generations={group_size}; change one of these"
         )
     converted.settings |= {
         "engine.micro_batch": int(value),
@@ -185,7 +186,7 @@ def set_advantage_scale(value: Any, converted: Converted, source: Settings) -> N
     """Sets the scale of advantages from verl's norm_adv_by_std_in_grpo or TRL's scale_rewards."""
     scales = {"True": "group_std", "group": "group_std", "batch": "batch_std", "False": "none", "none": "none"}
     if str(value) not in scales:
-        raise UserError(f"scale_rewards={value} is not one of {', '.join(scales)}")
+        raise UserError(f"scale_rewards={value} cannot be converted; choose one of {', '.join(scales)}")
     if str(get_setting(source, "adv_estimator", default="grpo")) == "grpo":  # verl applies it to no other estimator
         converted.settings["algorithm.scale"] = scales[str(value)]
 

@@ -278,8 +278,10 @@ def run_check(options: argparse.Namespace) -> int:
         if options.config is not None:
             raise UserError(f"--model checks a model alone; leave out either {options.config} or --model")
         return run_model_check(options.model, random=options.random)
-    if options.config is None or options.random:
-        raise UserError("mmrl check takes a configuration, or --model PATH with or without --random")
+    if options.config is None:
+        raise UserError("mmrl check needs the name of a configuration, or --model PATH")
+    if options.random:
+        raise UserError(f"--random is for --model PATH, but mmrl check got the configuration {options.config}")
     from mmrl.cli.check import JobCheck, report_lines
 
     check = JobCheck(options.config, options.overrides, options.weights)
@@ -476,7 +478,7 @@ def config_and_overrides(options: argparse.Namespace) -> tuple[str | None, list[
     arguments = list(options.overrides)
     files = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
     if len(files) > 1:
-        raise UserError(f"give one configuration, not {len(files)}: {' '.join(files)}")
+        raise UserError(f"give one configuration, not {len(files)}: {' '.join(files)}; overrides are KEY=VALUE")
     return (files[0] if files else None), [argument for argument in arguments if argument not in files]
 
 
@@ -549,7 +551,10 @@ def run_embed(options: argparse.Namespace) -> int:
     task = build_task(config)
     policy: Any = build_policy(config, task)
     if isinstance(policy.family, SmallFamily):
-        raise UserError("mmrl embed needs a diffusers pipeline; mmrl's small networks have no text encoders")
+        raise UserError(
+            "mmrl embed is for diffusers pipelines, but this job's model is one of mmrl's small networks, which have "
+            "no text encoders; train it without model.embeddings"
+        )
     count = embeddings.write(policy.family, embeddings.job_inputs(task, policy), options.out)
     print(f"{count} prompts written to {options.out}; train with model.embeddings={options.out}")
     return 0
@@ -651,7 +656,7 @@ def run_convert(options: argparse.Namespace) -> int:
     from mmrl.cli.external_recipes import convert_external
 
     if options.chunk is not None:
-        raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not")
+        raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not; leave it out")
     converted = None if options.source.suffix == ".toml" else convert_external(options.source)
     if converted is None and options.source.suffix in (".yaml", ".yml"):
         text, note = convert_former(options.source), "with the current names of modules, types and recipes"
@@ -705,7 +710,9 @@ def run_diagnosis(options: argparse.Namespace) -> int:
     if options.recipe:
         checks.append(Check(RECIPE, (options.recipe, *options.overrides)))
     elif options.overrides:
-        raise UserError(f"the override {options.overrides[0]} needs --recipe; name the recipe or leave it out")
+        raise UserError(
+            f"the override {options.overrides[0]} needs --recipe RECIPE; add that, or leave the override out"
+        )
     results = diagnose(checks, options.folder, machine(), limit=options.limit, rerun=options.again)
     print(f"written to {options.folder / 'report.md'}")
     return int(any(result.status == "fails" for result in results))

@@ -47,7 +47,9 @@ def serve_robot(policy: VisionLanguageActionPolicy, name: str, options: argparse
     try:
         from mmrl.serving.robot import serve
     except ModuleNotFoundError as error:
-        raise UserError(f"serving a robot's policy needs {error.name}; {extra_command('serve')}") from None
+        raise UserError(
+            f"serving a robot's policy needs {error.name}; install it with: {extra_command('serve')}"
+        ) from None
     serve(policy, name, host=options.host, port=options.port, key=key)
 
 
@@ -59,7 +61,12 @@ def read_key(options: argparse.Namespace) -> str | None:
     """
     key = None if options.key_env is None else os.environ.get(options.key_env)
     if options.key_env is not None and not key:
-        raise UserError(f"--key-env={options.key_env}: the environment has no such variable, or it is empty; export it")
+        raise UserError(
+            f"--key-env={options.key_env}: this environment variable is not set, or empty; export it with the API key"
+        )
     if key is None and options.host not in LOOPBACK:
-        raise UserError(f"--host={options.host} is open to others; name a key with --key-env")
+        raise UserError(
+            f"--host={options.host} may be reached from other machines, so an API key is needed; store one in an "
+            "environment variable, and name that with --key-env"
+        )
     return key

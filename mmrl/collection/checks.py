@@ -36,19 +36,27 @@ def check_batch(config: JobConfig, world: int) -> None:
     shared = {"rollout.prompts": rollout.prompts}
     if config.generator is not None and config.generator.unfinished is not None:
         shared["rollout.generator.partial.oversample"] = config.generator.unfinished.oversample
-    shared |= {f"rollout.extras.{i}": extra.divided for i, extra in enumerate(rollout.extra_sources)}
     for key, count in shared.items():
         if count % world:
             raise UserError(f"{key}={count} cannot be divided over {world} ranks; set a multiple of {world}")
+    for i, extra in enumerate(rollout.extra_sources):
+        if extra.divided % world:
+            unit = "rollouts" if extra.divided == extra.rollouts else "observations"
+            raise UserError(
+                f"rollout.extras.{i} ({extra.type}) has {extra.divided} {unit} per step, which cannot be divided over "
+                f"{world} ranks; set a multiple of {world}"
+            )
     workers, at_once = config.generator, prompts_at_once(config, world)
     if isinstance(workers, RolloutWorkers) and workers.count > at_once:
         raise UserError(
             f"rollout.workers.count={workers.count} is more than the {at_once} prompts that a rank samples at once "
-            "(rollout.prompts / ranks, rollout.micro_batch / rollout.group_size); lower it"
+            "(the smaller of rollout.prompts / ranks and rollout.micro_batch / rollout.group_size); lower "
+            "rollout.workers.count"
         )
     if rollout.paired and config.generator is not None and config.generator.unfinished is not None:
         raise UserError(
-            "rollout.generator.partial cannot sample the pairs of prompts of rollout.twins; set it to false"
+            "rollout.generator.partial does not work with rollout.twins=true, which samples pairs of prompts; set "
+            "rollout.twins=false, or rollout.generator.partial=null"
         )
     local, counted = config.rollouts_per_step // world, "rollout.prompts x rollout.group_size / ranks"
     if config.algorithm.learns_from:
@@ -62,7 +70,7 @@ def check_batch(config: JobConfig, world: int) -> None:
     if config.needs.whole_groups and config.engine.token_limit is not None:
         raise UserError(
             f"engine.micro_tokens splits groups over micro-batches, but algorithm.type={config.algorithm.type} needs "
-            "whole groups; set it to null"
+            "whole groups; set engine.micro_tokens=null"
         )
     largest = config.group_size + sum(extra.in_group for extra in rollout.extra_sources)
     if config.needs.whole_groups and largest > config.engine.micro_batch:

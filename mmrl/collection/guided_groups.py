@@ -109,7 +109,9 @@ class GuidedPrefixes(Guidance):
     @model_validator(mode="after")
     def _check_range(self) -> GuidedPrefixes:
         if self.low > self.high:
-            raise ValueError(f"low={self.low} is above high={self.high}: no share of a demonstration is left")
+            raise ValueError(
+                f"low={self.low} is above high={self.high}, so no share of a demonstration fits; lower low"
+            )
         return self
 
     @property

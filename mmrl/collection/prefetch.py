@@ -88,7 +88,8 @@ class ReadAhead:
         if not (self._warned or reason.startswith(RowError.__name__)):
             self._warned = True
             log.warning(
-                "prompt %s (index %d) could not be read ahead by a reader process: %s; the training process reads it",
+                "prompt %s (index %d) could not be read ahead by a process of task.data.readers: %s; the training "
+                "process reads such prompts itself, while training waits (this is logged once)",
                 prompt.id,
                 index,
                 reason,

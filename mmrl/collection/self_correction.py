@@ -76,8 +76,9 @@ class SelfCorrections(ExtraSource):
             self._warned = True
             shortest = min(sample.response_length for sample in joined.samples)
             _log.warning(
-                "rollout.extras (self_corrections): none of %d joined responses is short enough; the shortest has %d "
-                "tokens, but rollout.max_response_length=%d: raise it, or shorten the text between the two responses",
+                "rollout.extras (self_corrections): none of %d joined responses (a response, the text between, and the "
+                "next response) is short enough; the shortest has %d tokens, but rollout.max_response_length=%d: raise "
+                "it, or shorten the text between",
                 *(len(pairs), shortest, joined.samples[0].max_response_length),
             )
         return pad_to_all_ranks([joined.select(fits)], fresh, context)

@@ -31,7 +31,9 @@ class DynamicSampling(Section):
     @model_validator(mode="after")
     def _check_range(self) -> DynamicSampling:
         if self.low is not None and self.high is not None and self.low > self.high:
-            raise ValueError(f"low={self.low} is above high={self.high}: no group would be kept")
+            raise ValueError(
+                f"low={self.low} is above high={self.high}, so no group would be kept; lower low or raise high"
+            )
         return self
 
 

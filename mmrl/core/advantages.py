@@ -89,7 +89,10 @@ def gated_reward(rewards: Tensor, weights: Tensor, gates: Sequence[int]) -> Tens
     Raises ValueError if no component is a gate, or if all are.
     """
     if not 0 < len(gates) < rewards.shape[1]:
-        raise ValueError(f"there must be between 1 and {rewards.shape[1] - 1} gates, got {len(gates)}")
+        raise ValueError(
+            f"{len(gates)} of the {rewards.shape[1]} rewards are gates (algorithm.components.gates); at least one must "
+            "be a gate, and at least one must not"
+        )
     gate_values = rewards[:, gates]
     ungated = [k for k in range(rewards.shape[1]) if k not in gates]
     total = gate_values.prod(1) * combined_reward(rewards[:, ungated], weights[ungated])

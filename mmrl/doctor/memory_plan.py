@@ -56,7 +56,9 @@ class Gpu:
         except ValueError:
             size = 0.0
         if not 0 < size < 10_000:
-            raise UserError(f"--gpu={text} is no GPU; give its GiB, such as 80, or one of {', '.join(GPUS)}")
+            raise UserError(
+                f"--gpu={text} is not known; give the GPU's memory in GiB, such as 80, or one of {', '.join(GPUS)}"
+            )
         return cls(f"{size:g} GiB", size * GIB)
 
 

@@ -37,7 +37,7 @@ def weights_only(folder: Path) -> Iterator[None]:
     except UnpicklingError as error:
         raise UserError(
             f"checkpoint {folder} holds more than tensors and is not opened "
-            f"({str(error).strip().splitlines()[-1]}); mmrl did not write it: remove it"
+            f"({str(error).strip().splitlines()[-1]}); it was not written by mmrl: remove it"
         ) from None
     finally:
         del os.environ[FORCE]
@@ -69,8 +69,8 @@ def load(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
         different = [*unmatched.unexpected_keys, *(name for name in unmatched.missing_keys if name not in frozen)]
         if different:
             raise UserError(
-                f"checkpoint {folder} is of another model: the weight {different[0]} is only in one of them; set model "
-                "as in the run's config.yaml"
+                f"checkpoint {folder} is of another model than this job's: only one of the two has the weight "
+                f"{different[0]}; set the section model as in the run's config.yaml"
             )
 
     with weights_only(folder):

@@ -21,7 +21,7 @@ def pack(value: object, instead: str | None = None) -> Tensor:
     try:
         message = encode(value, repeats=True)
     except TypeError as error:
-        hint = "" if instead is None else f"; set {instead}"
+        hint = "; use numbers, texts, arrays or images" if instead is None else f"; set {instead}"
         raise UserError(
             f"a value for another rank, such as a prompt's metadata, holds {error}, which cannot be sent{hint}"
         ) from None

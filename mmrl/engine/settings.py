@@ -75,8 +75,8 @@ class Optim(Choice):
     def _check_hold_steps(self) -> Optim:
         if self.hold_steps and not self.groups:
             raise ValueError(
-                f"hold_steps={self.hold_steps} holds all parameters, so nothing is learned; set optim.groups to those "
-                "that learn meanwhile, such as critic"
+                f"hold_steps={self.hold_steps} lets only optim.groups learn at first, but there are none, so nothing "
+                "is learned; set optim.groups to those that learn then, such as critic, or hold_steps=0"
             )
         return self
 
@@ -186,9 +186,13 @@ class EngineSettings(Section):
     def _offload_needs_zero(self) -> EngineSettings:
         """Rejects an offload that the ZeRO stage cannot do."""
         if self.offload == "all" and self.zero_stage != 3:
-            raise ValueError("offload=all moves the parameters and needs engine.zero_stage=3")
+            raise ValueError(
+                "offload=all moves the parameters, which needs engine.zero_stage=3; set that, or offload=optimizer"
+            )
         if self.offload == "optimizer" and self.zero_stage == 0:
-            raise ValueError("offload=optimizer needs engine.zero_stage of 1, 2 or 3")
+            raise ValueError(
+                "offload=optimizer does not work with engine.zero_stage=0; set that to 1, 2 or 3, or offload=none"
+            )
         return self
 
 

@@ -79,7 +79,8 @@ class Particles(Search):
         """Raises ValueError unless the policy is a diffusion model."""
         if "steering" not in offered.offers:
             raise ValueError(
-                f"sample.search.type=particles needs model.type=diffusion, which {offered.source} is not; use best_of"
+                f"sample.search.type=particles is for model.type=diffusion, not for {offered.source}; set "
+                "sample.search.type=best_of"
             )
 
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:

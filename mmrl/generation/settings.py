@@ -257,7 +257,7 @@ class RolloutWorkers(Section):
         if offers & {"matching", "contrast", "image_gradient"}:
             raise ValueError(
                 f"{ahead} needs the log-probability of each decision to correct for older weights, which this job's "
-                "likelihood does not give; set its type to chain, or set async_steps to 0"
+                "likelihood does not give; set the type of the likelihood to chain, or async_steps to 0"
             )
         unsuited = next((measurement for measurement in needs.measurements if measurement.needs_sampling_weights), None)
         if unsuited is not None:

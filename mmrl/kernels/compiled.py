@@ -36,10 +36,12 @@ def use(backend: Backend) -> None:
         raise ValueError(f"kernels.backend must be one of {', '.join(get_args(Backend))}; got {backend!r}")
     if backend in ("cuda", "cpu"):
         if backend == "cuda" and not torch.cuda.is_available():
-            raise KernelError("kernels.backend=cuda: torch sees no CUDA device")
+            raise KernelError("kernels.backend=cuda: torch sees no CUDA device; set kernels.backend=auto")
         _load(backend)
         if _state[backend]:
-            raise KernelError(f"kernels.backend={backend}: {_state[backend]}")
+            raise KernelError(
+                f"kernels.backend={backend}: {_state[backend]}; correct this, or set kernels.backend=auto"
+            )
     _backend = backend
 
 
@@ -79,7 +81,7 @@ def _load(kind: str) -> None:
         except OSError as error:
             reason = " ".join(str(error).split())
     if reason and os.environ.get("RANK", "0") == "0":  # once for all ranks
-        _log.warning("the %s kernels that came with mmrl are not used: %s", kind, reason)
+        _log.warning("the %s kernels that came with mmrl are not used, but compiled here: %s", kind, reason)
     try:
         _load_library(kind, toolchain.library(kind))
     except (KernelError, OSError) as error:

@@ -404,5 +404,5 @@ def _columns(t: Tensor, axis: int, targets: Tensor, columns: tuple[int, int] | N
 def _inverse(temperature: float) -> float:
     """Returns 1 / temperature. Raises ValueError unless it is positive and finite."""
     if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be positive, got {temperature}")
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
     return 1.0 / temperature

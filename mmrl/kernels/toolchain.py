@@ -122,7 +122,7 @@ def _flags(kind: str, for_level: str | None = None) -> list[str]:
         return [*CPU_FLAGS, *DEFINES, *([f"-march={march}"] if march else [])]
     supported = architectures()
     if not supported:
-        raise KernelError(f"nvcc supports none of sm_{', sm_'.join(CUDA_ARCHITECTURES)}")
+        raise KernelError(f"nvcc supports none of sm_{', sm_'.join(CUDA_ARCHITECTURES)}; install another CUDA toolkit")
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in supported]
     return [*CUDA_FLAGS, *DEFINES, *targets, f"-gencode=arch=compute_{supported[-1]},code=compute_{supported[-1]}"]
 

@@ -74,8 +74,8 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         invalid = values[known & (values != 0) & (values != 1)]
         if len(invalid):
             raise UserError(
-                f"{self.label} is {float(invalid[0]):g} for a rollout, but implicit process rewards need outcomes "
-                "that are 0 or 1; set label: reward/NAME to a reward with such values"
+                f"algorithm.shaping (implicit_process): label={self.label} is {float(invalid[0]):g} for a rollout, but "
+                "must be 0 or 1 for all; set label=reward/NAME to a reward with only these values"
             )
         return values.where(known, torch.nan)
 

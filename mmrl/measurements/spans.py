@@ -72,14 +72,14 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
             scored = rollouts.rewards is not None and bool(rollouts.rewards.isfinite().any())
             if scored:
                 raise UserError(
-                    f"reward {self.reward!r} returned only numbers, but credit by spans needs a reward that returns "
-                    "Spans, such as process"
+                    f"reward {self.reward!r} returned only numbers, but algorithm.shaping names it as a reward of "
+                    "spans; name one that returns Spans, such as process"
                 )
         other_unit = next((rollout_spans.unit for rollout_spans in spans if rollout_spans.unit != self.of), None)
         if other_unit is not None:
             raise UserError(
                 f"reward {self.reward!r} is used with of={self.of}, but "
-                f"returned spans of {other_unit}; set of={other_unit} in the section of algorithm that names it"
+                f"returned spans of {other_unit}; set of={other_unit} in algorithm.shaping, which names it"
             )
 
     def _shares(self, rollouts: Rollouts, bounds: Sequence[list[Bounds]], context: CollectedContext) -> list[Tensor]:
@@ -108,7 +108,8 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         num_decisions = int(number.max()) + 1
         if bounds and bounds[-1][1] > num_decisions:
             raise UserError(
-                f"reward {self.reward!r}: a span ends at {bounds[-1][1]}, but the rollout has {num_decisions} decisions"
+                f"reward {self.reward!r} returned a span that ends at {bounds[-1][1]}, but the rollout has "
+                f"{num_decisions} decisions; correct the reward"
             )
         return unit_shares(number, bounds)
 

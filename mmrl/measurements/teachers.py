@@ -192,7 +192,10 @@ class ServerTeacher(Teacher):
         log-probabilities. Raises UserError for the whole vocabulary (None)."""
         teachers = context.policy.teachers
         if count is None:
-            raise UserError("teacher.server cannot return whole distributions; use the estimator top_k or sampled")
+            raise UserError(
+                f"teacher {self.server} is a server, which cannot return whole distributions (estimator=full); set "
+                "estimator=top_k or sampled"
+            )
         allowed = set(teachers.vocabulary().tolist())
         return self.client.top_k(rollouts, sorted_rows(context), teachers.ids(rollouts), count, allowed)
 
@@ -359,8 +362,8 @@ class TeacherDistributions(PreparedMeasurement["TeacherChoices"]):
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> TeacherChoices:
         if ALTERNATIVES in rollouts.extras:
             raise UserError(
-                "two parts of the algorithm request a teacher's most likely tokens, but only one may; remove one, "
-                "or set its estimator to sampled"
+                "two terms of algorithm.terms need other tokens of a teacher than the sampled ones, but only one may; "
+                "remove one of them, or set its estimator=sampled"
             )
         return self.teacher.choices(rollouts, context, self.count)
 
@@ -388,8 +391,8 @@ class TeacherPredictions(PreparedMeasurement["DecisionColumn"]):
 
         if rollouts.ref_prediction is not None:
             raise UserError(
-                "a teacher of denoising steps takes the place of the reference policy, which another part of the "
-                "algorithm needs; remove one of the two"
+                "a teacher of denoising steps takes the place of the reference policy, so a job can have only one such "
+                "teacher, and no other part that needs the reference policy, such as the term kl; remove one"
             )
         rollouts.ref_prediction = self.teacher.prediction(rollouts, context)
         return DecisionColumn(rollouts.mask.clone())

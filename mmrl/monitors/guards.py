@@ -95,7 +95,7 @@ class Stop(Action):
     type: str = "stop"
 
     def act(self, run: GuardedRun, reason: str) -> None:
-        raise UserError(f"guard: {reason}; the run stops there, since its action is stop")
+        raise UserError(f"guard: {reason}; the run stops, since action=stop is set for this guard")
 
 
 class Guard(Section):
@@ -112,7 +112,9 @@ class Guard(Section):
         if self.low == -math.inf and self.high == math.inf:
             raise ValueError(f"the guard of {self.metric} has no band: set low or high")
         if self.low > self.high:
-            raise ValueError(f"the guard of {self.metric} has low={self.low:g} above high={self.high:g}")
+            raise ValueError(
+                f"the guard of {self.metric} has low={self.low:g} above high={self.high:g}; lower low or raise high"
+            )
         return self
 
     def is_outside(self, value: float) -> bool:

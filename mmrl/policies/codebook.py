@@ -86,7 +86,7 @@ def read(folder: str | Path) -> Codebook | None:
         return Codebook(load_file(weights)["patches"], config["rows"], config["columns"], config["first"])
     except (OSError, ValueError, KeyError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise UserError(f"model.path={folder}: its {NAME}.json and .safetensors cannot be read: {reason}") from None
+        raise UserError(f"model.path={folder}: its {NAME}.json or .safetensors cannot be read: {reason}") from None
 
 
 def fit(images: Tensor, num_codes: int, patch_size: int, first: int, seed: int = 0) -> Codebook:
@@ -95,7 +95,7 @@ def fit(images: Tensor, num_codes: int, patch_size: int, first: int, seed: int =
     try:
         from sklearn.cluster import KMeans
     except ModuleNotFoundError:
-        raise UserError(f"making a codebook needs scikit-learn: {extra_command('codebook')}") from None
+        raise UserError(f"making a codebook needs scikit-learn; install it with: {extra_command('codebook')}") from None
 
     channels, height, width = images.shape[1:]
     vectors = rearrange(images, "n k (r h) (c w) -> (n r c) (k h w)", h=patch_size, w=patch_size)

@@ -48,7 +48,10 @@ class LoRA(Section):
     @model_validator(mode="after")
     def _no_dropout(self) -> LoRA:
         if self.dropout != 0.0:
-            raise ValueError("dropout must be 0: with dropout the replayed ratio is not 1 before the first update")
+            raise ValueError(
+                f"dropout={self.dropout} must be 0: with dropout a replay does not give the probabilities of sampling, "
+                "so the ratio is not 1 before the first update"
+            )
         return self
 
 
@@ -83,7 +86,9 @@ class ModelSettings(Choice):
     def _one_origin(self) -> ModelSettings:
         keys = [key for key in ("path", "build", "warm_start") if vars(self)[key] is not None]
         if len(keys) > 1:
-            raise ValueError(f"{' and '.join(keys)} are set; a model comes from one of them (set the others to null)")
+            raise ValueError(
+                f"{' and '.join(keys)} are set, but a model comes from only one of them; set the others to null"
+            )
         return self
 
     @classmethod

@@ -200,7 +200,7 @@ def test_the_command_prints_a_table_and_ends_with_its_code(llava, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
-    [([], "takes a configuration, or --model"), (["x.yaml", "--model", "y"], "leave out either x.yaml")],
+    [([], "needs the name of a configuration, or --model"), (["x.yaml", "--model", "y"], "leave out either x.yaml")],
 )
 def test_the_command_refuses_what_does_not_go_together(arguments, line, capsys):
     with pytest.raises(SystemExit) as ended:

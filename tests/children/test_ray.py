@@ -190,7 +190,9 @@ def test_no_room_is_one_line(nodes, monkeypatch, caplog):
         placed.await_resources(0.4)
     assert "waiting for up to 0.4 s" in caplog.text and placed.poll() is not None
     monkeypatch.setattr(mmrl.sims.vector.workers, "START_S", 0.4)
-    with pytest.raises(UserError, match="'tests.sims.line_simulator:Line': ray=auto: no host .* add hosts, or ask for"):
+    with pytest.raises(
+        UserError, match="'tests.sims.line_simulator:Line': ray=auto: no host .* add hosts, or start fewer"
+    ):
         build(LINE, 5, workers=5, ray="auto")
 
 

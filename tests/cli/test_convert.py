@@ -142,20 +142,20 @@ def test_a_policy_of_two_cameras(tmp_path):
         (
             "a.sh",
             "echo no recipe\n",
-            "no configuration of verl, EasyR1, TRL, ms-swift, flow_grpo, RLinf or SimpleVLA-RL",
+            "is not a configuration of verl, EasyR1, TRL, ms-swift, flow_grpo, RLinf, SimpleVLA-RL",
         ),
         ("a.toml", "[train]\noptm_lr = 1\n", "vla.vla_type is not set, so this is not a recipe of cosmos-rl"),
         ("a.toml", "[train\n", "a.toml: Expected"),
         (
             "a.toml",
             TOML.replace("libero_spatial", "robotwin"),
-            "the suite robotwin has no simulator here; choose one of",
+            "mmrl has no simulator for the suite robotwin; choose one of",
         ),
         ("a.toml", TOML.replace('"openvla-oft"', '"pi05"'), "a policy of type pi05 cannot be converted"),
         (
             "a.toml",
             TOML.replace("in_input = 1", "in_input = 3"),
-            "num_images_in_input=3: LIBERO has two cameras; set it to 1 or 2",
+            "num_images_in_input: the policy cannot read 3 images, since LIBERO has two cameras; set 1 or 2",
         ),
         ("a.sh", SCRIPT.replace("rloo", "gae"), "adv_estimator=gae cannot be converted; choose grpo or rloo"),
         ("a.toml", TOML.replace("optm_lr = 5e-6", "optm_lr = 0.0"), "a.toml as converted: optim.lr"),

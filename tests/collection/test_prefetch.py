@@ -129,7 +129,7 @@ def test_a_prompt_that_is_too_long_is_named_as_ever(path, processor, caplog):
     short.prefetch([0])
     with caplog.at_level(logging.WARNING):
         prompt = short[0]
-    assert "could not be read ahead by a reader process: UserError: prompt questions:1 has" in caplog.text
+    assert "could not be read ahead by a process of task.data.readers: UserError: prompt questions:1 has" in caplog.text
     assert short.encoded(prompt) is None
     short.close()
     with pytest.raises(UserError, match="prompt questions:1 has .* more than rollout.max_prompt_length=3"):

@@ -143,7 +143,7 @@ def test_a_number_that_is_named_may_change_within_a_run(tmp_path):
     changed = ["steps=4", "algorithm.surrogate.high=0.3", "rollout.temperature=0.5"]
     train(tmp_path / "a", "steps=2", "checkpoint.every=2")
     with pytest.raises(
-        UserError, match=r"surrogate.high is 0.3 .* set the former value, name it in checkpoint.may_change, or"
+        UserError, match=r"surrogate.high is 0.3 .* to its former value, name it in checkpoint.may_change, or"
     ):
         train(tmp_path / "a", *changed, resume=True)
     named = "checkpoint.may_change=[algorithm.surrogate.high, rollout.temperature]"

@@ -86,7 +86,7 @@ def test_gated_reward():
     # two gates: 0, 1 x 1 x 2, 0
     torch.testing.assert_close(gated_reward(table.nan_to_num(1), weights, [1, 0]), t(0, 2, 0))
     for gates in ([], [0, 1, 2]):
-        with pytest.raises(ValueError, match="between 1 and 2 gates"):
+        with pytest.raises(ValueError, match="of the 3 rewards are gates"):
             gated_reward(table, weights, gates)
 
 

@@ -376,7 +376,7 @@ def test_the_command_line_prints_parts_and_what_fits(capsys):
     [
         (["--gpu", "80"], "need --dry-run"),
         (["--dry-run", "--ranks", "2"], "--ranks needs --gpu"),
-        (["--dry-run", "--gpu", "80,h1000"], "--gpu=h1000 is no GPU; give its GiB"),
+        (["--dry-run", "--gpu", "80,h1000"], "--gpu=h1000 is not known; give the GPU's memory in GiB"),
     ],
 )
 def test_a_wrong_question_is_one_line(words, said, capsys):

@@ -87,7 +87,7 @@ def test_a_pickle_that_another_rank_sends_does_not_run(tmp_path, monkeypatch):
 def test_what_can_not_be_sent_is_named():
     with pytest.raises(UserError, match=r"metadata, holds a builtins\.complex, which cannot be sent; set here=none$"):
         pack({"root": 1j}, "here=none")
-    with pytest.raises(UserError, match="holds .* which cannot be sent$"):
+    with pytest.raises(UserError, match="holds .* which cannot be sent; use numbers, texts, arrays or images$"):
         pack({1j, 2})
 
 

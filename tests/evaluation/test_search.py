@@ -161,7 +161,9 @@ def test_particles_need_a_denoiser_and_its_own_transition(folder):
         (flow, "action.head.type=flow"),
         (few, "model.type=few_step_diffusion"),
     ):
-        with pytest.raises(UserError, match=f"needs model.type=diffusion, which {told} is not; use best_of"):
+        with pytest.raises(
+            UserError, match=f"is for model.type=diffusion, not for {told}; set sample.search.type=best_of"
+        ):
             validate({**searched, **tree}, "test")
     _, task, policy = parts(folder)
     with pytest.raises(

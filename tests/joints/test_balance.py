@@ -132,7 +132,7 @@ def test_micro_batches_of_so_many_tokens_with_one_rank(given):
 
 def test_whole_groups_are_not_cut(given):
     whole = "algorithm={type: preference}"
-    with pytest.raises(UserError, match="engine.micro_tokens splits groups.*set it to null"):
+    with pytest.raises(UserError, match="engine.micro_tokens splits groups.*set engine.micro_tokens=null"):
         given(Table(**TABLE), "rollout.prompts=4", "engine.micro_tokens=8", whole)
 
 

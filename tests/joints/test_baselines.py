@@ -179,7 +179,7 @@ REFUSED = [
     (["algorithm.baseline=greedy", "evaluation.temperature=0.7"], "set evaluation.temperature=0"),
     (["algorithm.baseline=greedy", "algorithm.transforms=[rank]"], "algorithm.transforms=[]"),
     (["algorithm.baseline=running", "algorithm.components=normalise_each"], "algorithm.components=sum or gated"),
-    (["algorithm.baseline=quantile", "rollout.group_size=1"], "raise group_size"),
+    (["algorithm.baseline=quantile", "rollout.group_size=1"], "raise rollout.group_size"),
     (["algorithm.baseline=median"], "algorithm.baseline.type=median is unknown"),
     (["algorithm.components={type: gated, gates: [lenght]}"], "lenght is not a reward; choose from mark"),
 ]

@@ -185,7 +185,7 @@ def test_log_probabilities_of_the_sampler_are_kept_for_the_beginning():
     "override", ["algorithm.baseline=leave_one_out", "algorithm.scale=batch_std", "algorithm.transforms=[smoothing]"]
 )
 def test_nodes_are_compared_by_their_means(given, override):
-    with pytest.raises(UserError, match="rollouts are trees"):
+    with pytest.raises(UserError, match="rollouts form trees"):
         grown(given, "", override)
 
 

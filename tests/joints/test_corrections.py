@@ -60,8 +60,9 @@ def test_what_is_too_long_is_dropped(given, caplog):
     made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 1000)
     assert len(made.next()) == 3 and len(made.next()) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "rollout.extras (self_corrections): none of 1 joined responses is short enough; the shortest has 4 tokens, but "
-        "rollout.max_response_length=3: raise it, or shorten the text between the two responses"
+        "rollout.extras (self_corrections): none of 1 joined responses (a response, the text between, and the next "
+        "response) is short enough; the shortest has 4 tokens, but rollout.max_response_length=3: raise it, or shorten "
+        "the text between"
     ]
     made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 999)
     made.trainer.policy.asked = 0

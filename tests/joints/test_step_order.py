@@ -262,6 +262,6 @@ def test_flat_groups_that_the_reference_makes_teach_are_kept(given):
 
 def test_a_filter_that_drops_nothing_is_refused(given):
     with pytest.raises(
-        UserError, match=r"dynamic_sampling drops nothing, since advantage_momentum \(algorithm.shaping\)"
+        UserError, match=r"dynamic_sampling would drop no groups, since advantage_momentum \(algorithm.shaping\)"
     ):
         given(rounds(), *MOMENTUM, DYNAMIC)

@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_one_line(given):
     for overrides, line in (
         (
             ["algorithm.control_variate=others", "rollout.group_size=1"],
-            "a group has no other rollouts; raise group_size",
+            "a group has no other rollouts; raise rollout.group_size",
         ),
         (["algorithm.control_variate=two"], "algorithm.control_variate"),
     ):

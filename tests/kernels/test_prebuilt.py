@@ -69,7 +69,7 @@ def test_one_that_does_not_fit_is_refused_with_the_reason(shipped, caplog, facts
     change(shipped, **facts)
     assert kernels.status()[0] == "cpu: not usable, plain PyTorch is used instead: no C++ compiler found"
     (record,) = caplog.records
-    assert record.message.startswith("the cpu kernels that came with mmrl are not used: ")
+    assert record.message.startswith("the cpu kernels that came with mmrl are not used, but compiled here: ")
     assert re.search(reason, record.message)
 
 
@@ -98,7 +98,10 @@ def test_one_that_can_not_be_loaded_is_told_and_compiled_here(built, shipped, ca
     assert kernels.status()[0].startswith("cpu: built, loaded, numerically right")
     assert compiled.loaded["cpu"].parent == shipped / "cache"
     assert compiled.loaded["cpu"].read_bytes() == (built / path.name).read_bytes()
-    assert "are not used: " in caplog.records[0].message and "compiling the cpu kernels" in caplog.records[1].message
+    assert (
+        "are not used, but compiled here: " in caplog.records[0].message
+        and "compiling the cpu kernels" in caplog.records[1].message
+    )
 
 
 @pytest.mark.parametrize("text", ["no json", "[]", '{"mmrl_cpu.so": {}}', '{"mmrl_cpu.so": 3}'])

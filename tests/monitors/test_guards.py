@@ -76,7 +76,7 @@ class TestBands:
         assert log.done[:-1] == done[:-1] and log.done[-1].startswith(done[-1])
 
     def test_stop_and_a_metric_that_is_not_there(self):
-        with pytest.raises(UserError, match="guard: m is 3, outside -inf to 1; the run stops there"):
+        with pytest.raises(UserError, match="guard: m is 3, outside -inf to 1; the run stops, since action=stop"):
             Guards([guard(high=1, action="stop")]).judge({"m": 3}, Log())
         with pytest.raises(
             UserError, match="guards.0: metric 'm' is not a metric of this job; choose one of accuracy, loss"

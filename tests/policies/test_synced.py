@@ -182,7 +182,7 @@ def test_a_weight_that_is_left_out_is_noticed(synced):
 
 def test_an_engine_that_is_not_installed_is_asked_for_in_one_line(monkeypatch):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="^rollout.generator needs vLLM: install"):
+    with pytest.raises(UserError, match="^rollout.generator needs vLLM, which is not installed; install"):
         vllm.check_installed()
 
 

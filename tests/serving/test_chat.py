@@ -180,7 +180,10 @@ def test_a_policy_that_refuses_says_why():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--host", "0.0.0.0"], "open to others; name a key"), (["--key-env", "NO_SUCH_KEY"], "has no such variable")],
+    [
+        (["--host", "0.0.0.0"], "may be reached from other machines, so an API key is needed"),
+        (["--key-env", "NO_SUCH_KEY"], "this environment variable is not set"),
+    ],
 )
 def test_an_open_door_needs_a_key(arguments, message):
     from mmrl.cli.main import main

@@ -115,7 +115,7 @@ def test_every_recipe_is_a_configuration(name):
         (["algorithm.level=segment"], "algorithm.type=grpo needs decisions in segments"),
         (["denoising.likelihood=contrast", "algorithm={type: contrast, nft_beta: 0}"], "algorithm.nft_beta"),
         (["task.rewards=[{name: jpg}]"], "unknown reward 'jpg'"),
-        (["model.path=somewhere"], "path and warm_start are set; a model comes from one"),
+        (["model.path=somewhere"], "path and warm_start are set, but a model comes from only one"),
         (["model.warm_start=none.yaml"], "no configuration file"),
     ],
 )

@@ -226,7 +226,7 @@ def test_two_ranks_learn_what_one_does(tmp_path):
 
 
 def test_outcomes_are_0_or_1(tmp_path):
-    with pytest.raises(UserError, match=r"reward/spread is 0\.\d+ for a rollout, .* outcomes that are 0 or 1"):
+    with pytest.raises(UserError, match=r"label=reward/spread is 0\.\d+ for a rollout, but must be 0 or 1"):
         stepped(
             tmp_path,
             "task.rewards=[{name: 'tests.whole_runs.parts:spread', label: spread}]",

@@ -106,9 +106,9 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path, whole):
     ends(run, "steps=4")
     assert "step-000004" in ends(run)
     assert steps(run) == [1, 2, 3, 4, 5, 6] and same(run, whole)
-    assert "step-000006 is later than steps=5" not in ends(run, "steps=5")  # it has ended
+    assert "step-000006 is of step 6, but steps=5" not in ends(run, "steps=5")  # it has ended
     (run / "final" / "manifest.json").unlink()
-    assert "step-000006 is later than steps=5; set steps=6 or more" in ends(run, "steps=5", code=2)
+    assert "step-000006 is of step 6, but steps=5; set steps=6 or more" in ends(run, "steps=5", code=2)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_half_a_run_of_another_configuration_is_not_overwritten(tmp_path):
     run = tmp_path / "run"
     stopped(run, signal.SIGKILL, "checkpoint.every=100")
     rows = metrics(run)
-    says = "holds a run in which optim.eps is 0.0001, not 0.1; name another run_dir"
+    says = "holds a run in which optim.eps is 0.0001, not 0.1; set optim.eps to its old value, or name another run_dir"
     assert says in ends(run, "optim.eps=0.1", code=2)
     assert metrics(run) == rows
 
@@ -283,7 +283,10 @@ def test_a_warm_start_that_was_cut_off_is_gone_on_with(recipes):
     assert yaml.safe_load((recipes / "after" / "config.yaml").read_text())["model"]["path"] == str(base / "final")
     (recipes / "base.yaml").write_text((recipes / "base.yaml").read_text().replace("steps: 4", "steps: 5"))
     result = after(recipes, f"run_dir={recipes / 'again'}")
-    assert result.code == 2 and "was trained with steps=4, not 5; set steps to its old value, or remove" in result.err
+    assert (
+        result.code == 2
+        and "was trained with steps=4, not 5; set steps to its old value in that recipe, or remove" in result.err
+    )
     weights = base / "final" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     result = after(recipes, f"run_dir={recipes / 'again'}")

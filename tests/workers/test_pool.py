@@ -218,12 +218,12 @@ def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads
         (
             IMAGES,
             "rollout.workers.async_steps=1 algorithm={type: matching} denoising.likelihood={type: matching}",
-            r"rollout.workers.async_steps=1 needs the log-probability of each decision .* type to chain",
+            r"rollout.workers.async_steps=1 needs the log-probability of each .* type of the likelihood to chain",
         ),
         (
             IMAGES,
             "rollout.workers.async_steps=1 denoising.likelihood={old: sampled}",
-            r"denoising.likelihood.old=sampled .* set it to replayed",
+            r"denoising.likelihood.old=sampled .* set old=replayed",
         ),
         (
             ROBOTS,
@@ -262,7 +262,7 @@ def split(options):
 )
 def test_more_workers_than_prompts_are_refused(options, world, most):
     config = load(IMAGES, ["run_dir=unset", *options])
-    with pytest.raises(UserError, match=rf"^rollout.workers.count=\d is more than the {most} prompts .* lower it$"):
+    with pytest.raises(UserError, match=rf"^rollout.workers.count=\d is more than the {most} prompts .* lower rollout"):
         check_batch(config, world)
     check_batch(load(IMAGES, ["run_dir=unset", *options, f"rollout.workers.count={most}"]), world)
 

@@ -34,8 +34,8 @@ class Greedy(Baseline):
         temperature = vars(config.evaluation).get("temperature", 0.0)
         if temperature != 0:
             raise ValueError(
-                f"evaluation.temperature={temperature} does not work with algorithm.baseline=greedy, which samples "
-                "with that temperature; set evaluation.temperature=0"
+                f"evaluation.temperature={temperature} does not work with algorithm.baseline=greedy, whose greedy "
+                "responses are sampled at that temperature; set evaluation.temperature=0"
             )
 
     def compute(self, rewards: Tensor, batch: Batch, combine: CombineRewards) -> Tensor:

@@ -49,7 +49,7 @@ class TiltMatching(RewardedAlgorithm):
         if self.control_variate == "others" and config.group_size < 2:
             raise ValueError(
                 f"rollout.group_size={config.group_size} with algorithm.control_variate=others: a group has no other "
-                "rollouts; raise group_size or set algorithm.control_variate=one"
+                "rollouts; raise rollout.group_size, or set algorithm.control_variate=one"
             )
 
     def advantages(self, batch: Batch) -> Tensor:

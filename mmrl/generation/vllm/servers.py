@@ -422,11 +422,11 @@ class RequestBatch:
         if self.attempts[index] == ATTEMPTS:
             raise UserError(
                 f"prompt {self.requests[index].name} was sent {ATTEMPTS} times and got no valid answer; "
-                f"the last error: {reason}"
+                f"the last error: {reason}; see the server's log"
             )
         server.failed(runs=isinstance(error, (Failed, BadAnswer)))
         if server.failures >= ATTEMPTS and self.able - {number}:
-            self.lost[number] = UserError(f"a server gave no valid answer: {reason}")
+            self.lost[number] = UserError(f"{ATTEMPTS} answers were not valid; the last error: {reason}; see its log")
         self.give_back(index)
 
     def put(self, index: int, number: int, answers: list[Answer]) -> None:

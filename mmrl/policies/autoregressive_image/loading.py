@@ -72,8 +72,8 @@ def codebook_writer(path: str) -> ImageTokenWriter:
     book = codebook.read(path)
     if book is None:
         raise UserError(
-            f"model.path={path} has no {codebook.NAME}.safetensors, which maps image tokens to pixels; add it, see "
-            "mmrl/policies/codebook.py"
+            f"model.path={path} has no {codebook.NAME}.safetensors, which maps image tokens to pixels; write one into "
+            "this folder with mmrl.policies.codebook:write"
         )
     return CausalWriter(book)
 
@@ -83,7 +83,9 @@ def text_vocabulary(tokenizer: Tokenizer, writer: ImageTokenWriter) -> Tensor:
     bool: the end token and all tokens that are not special (padding, images, roles of a chat). Raises UserError if the
     tokenizer has no end token."""
     if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer of model.path has no eos_token, which ends the text before an image; set it")
+        raise UserError(
+            "the tokenizer of model.path has no eos_token, which ends a text; set it in tokenizer_config.json"
+        )
     allowed = torch.zeros(writer.first, dtype=torch.bool)
     allowed[: len(tokenizer)] = True
     special = [i for i in tokenizer.all_special_ids if i < writer.first]

@@ -110,7 +110,7 @@ def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: st
         if book is None:
             raise UserError(
                 f"model.path={path} has no {codebook.NAME}.safetensors, which gives the number of tokens of an image; "
-                "add it"
+                "add this file"
             )
         image_tokens = book.tokens_per_image
     begin_tokens = 1 if is_janus else 0  # Janus has a begin-of-image token

@@ -167,7 +167,8 @@ class ImageTokenPolicy:
         texts = [torch.tensor(self.prompts.ids(sample.prompt.text), dtype=torch.long) for sample in rollouts.samples]
         if missing := [s.prompt.id for s, text in zip(rollouts.samples, texts, strict=True) if not len(text)]:
             raise UserError(
-                f"prompt {missing[0]} has no text, but inverse_likelihood computes the likelihood of prompts; add one"
+                f"prompt {missing[0]} has no text, but inverse_likelihood computes the likelihood of texts of prompts; "
+                "add one to its row"
             )
         image_inputs = [self.writer.image_input(record.tokens, self.tokenizer) for record in records]
         ids, mask = self.prompts.collate(

@@ -60,8 +60,8 @@ class ImageTokenPrompts:
             ids = self.tokenizer(text).input_ids
         if not 0 < len(ids) <= self.max_prompt_length:
             raise UserError(
-                f"prompt {text!r} has {len(ids)} tokens; it needs at least one and at most "
-                f"rollout.max_prompt_length={self.max_prompt_length}"
+                f"prompt {text!r} has {len(ids)} tokens, but needs from 1 to rollout.max_prompt_length="
+                f"{self.max_prompt_length}; change the prompt or that key"
             )
         return torch.tensor(ids)
 
@@ -85,13 +85,13 @@ class ImageTokenPrompts:
         ids = self.ids(prompt.metadata["reasoning"])
         if len(ids) >= self.reasoning_length:
             raise UserError(
-                f"the text of prompt {prompt.id} has {len(ids)} tokens and an end token, more than "
+                f"metadata['reasoning'] of prompt {prompt.id} has {len(ids)} tokens and an end token, more than "
                 f"rollout.reasoning_length={self.reasoning_length}; raise it, or shorten the text"
             )
         if never_sampled := [i for i in ids if not self.scorer.allowed[i]]:
             raise UserError(
-                f"the text of prompt {prompt.id} holds {self.tokenizer.decode(never_sampled)}, a special token that "
-                "the policy never samples; take it out"
+                f"metadata['reasoning'] of prompt {prompt.id} holds {self.tokenizer.decode(never_sampled)}, a special "
+                "token that the policy never samples; remove it from the text"
             )
         return torch.tensor([*ids, self.tokenizer.eos_token_id])
 

@@ -228,8 +228,8 @@ class JanusWriter(ImageTokenWriter):
         """Encodes images as image tokens with the VQ model; see `ImageTokenWriter.tokens`."""
         if tuple(images.shape[1:]) != self.size:
             raise UserError(
-                f"images of shape {list(images.shape[1:])} do not fit the model at model.path, which generates "
-                f"{list(self.size)}; resize them"
+                f"images of {list(images.shape[1:])} (channels, height, width) do not fit the model at model.path, "
+                f"which generates {list(self.size)}; resize them"
             )
         encoder = core_of(model).model.vqmodel
         weight = next(encoder.parameters())

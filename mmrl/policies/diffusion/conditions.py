@@ -45,7 +45,10 @@ class PromptConditions:
         num_cut = self.family.truncated_tokens(text)
         if num_cut and not self._truncated:
             log.warning(
-                "prompt %r is %d tokens longer than model.text_tokens allows; its end is cut off", text, num_cut
+                "prompt %r is %d tokens longer than model.text_tokens allows, so its end is cut off (this is logged "
+                "once); shorten such prompts, or raise that key",
+                text,
+                num_cut,
             )
         self._truncated += num_cut > 0
 

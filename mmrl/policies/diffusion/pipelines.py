@@ -208,7 +208,8 @@ def add_lora(network: Any, lora: LoRA) -> None:
         )
     except ValueError as error:
         raise UserError(
-            f"model.lora.targets={targets} match no module of the network ({_first_line(error)}); set all-linear"
+            f"model.lora.targets={targets} matches no module of the network ({_first_line(error)}); name linear "
+            "layers, or set all-linear"
         ) from None
 
 

@@ -219,7 +219,7 @@ def build_decisions(denoiser: Denoiser) -> Decisions:
         )
     if denoiser.family.space == "noise" and isinstance(likelihood, ImageMatching) and likelihood.weight == "elbo":
         raise UserError(
-            f"{key}.weight=elbo is for models that predict velocity, and model.path predicts noise; set it to one or "
-            "sigma"
+            f"{key}.weight=elbo is for models that predict velocity, but the model at model.path predicts noise; set "
+            "it to one or sigma"
         )
     return LevelDecisions(denoiser, likelihood)

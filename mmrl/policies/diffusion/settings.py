@@ -80,12 +80,13 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
     @model_validator(mode="after")
     def _options_fit(self) -> ImageChain:
         """Raises ValueError for branching and chunks below 1, and for options that exclude each other."""
-        if any(n < 1 for n in (*self.branching, *self.chunks)):
-            raise ValueError("branching and chunks must be lists of numbers of at least 1")
+        for name, numbers in (("branching", self.branching), ("chunks", self.chunks)):
+            if any(n < 1 for n in numbers):
+                raise ValueError(f"{name}={list(numbers)} must be a list of numbers of at least 1")
         if self.shared_states and self.branching:
-            raise ValueError("branching and shared_states exclude each other; set one of them")
+            raise ValueError("branching and shared_states exclude each other; remove one of them")
         if self.trunk == "ode" and not self.shared_states:
-            raise ValueError("trunk=ode has an effect only with shared_states=true; set that too")
+            raise ValueError("trunk=ode has an effect only with shared_states=true; set that too, or remove trunk")
         if self.old == "sampled" and (self.branching or self.shared_states):
             raise ValueError("old=sampled does not work with branching or shared_states; set old=replayed")
         return self
@@ -317,7 +318,7 @@ class DiffusionModel(ModelSettings):
                 raise ValueError(
                     "denoising.likelihood.old=sampled needs rollouts of the current weights, but with "
                     f"rollout.workers.async_steps={config.rollout.workers.async_steps} they are sampled by older ones; "
-                    "set it to replayed"
+                    "set old=replayed"
                 )
         if isinstance(likelihood, ImageContrast) and "contrast" not in config.needs.offers:
             raise ValueError(
@@ -333,7 +334,7 @@ class DiffusionModel(ModelSettings):
             if likelihood.steps > denoising.steps:
                 raise ValueError(
                     f"denoising.likelihood.steps={likelihood.steps} is more than denoising.steps={denoising.steps}; "
-                    "lower it"
+                    f"set it to at most {denoising.steps}"
                 )
         if isinstance(likelihood, ImageChain) and likelihood.branching:
             leaves = math.prod(likelihood.branching)

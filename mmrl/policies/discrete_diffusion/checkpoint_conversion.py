@@ -78,7 +78,7 @@ def convert(folder: Path, out: Path) -> Path:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(
-            f"{folder} has no *.safetensors file; pickled weights (*.bin) are not read, save them as safetensors first"
+            f"{folder} has no *.safetensors file; pickled weights (*.bin) are not read: save them as safetensors first"
         )
     if out.exists():
         raise UserError(f"--out={out} exists; name a folder that does not exist")

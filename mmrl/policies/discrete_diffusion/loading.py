@@ -99,7 +99,7 @@ def load_parts(
         text_part = f"with rollout.reasoning_length={text} before it " if text else ""
         raise UserError(
             f"rollout.response_length={limits.response_length} {text_part}leaves no room for a prompt in the context "
-            f"of model.path={path}, {context} tokens; lower it"
+            f"of model.path={path}, {context} tokens; lower rollout.response_length"
         )
     model = adapt(core, path, freeze=(), lora=settings.lora)
     if settings.activation_checkpointing:
@@ -108,7 +108,7 @@ def load_parts(
     if text and image_codebook is None:
         raise UserError(
             f"rollout.reasoning_length={text} is for text before an image, but model.path={path} has no codebook and "
-            "generates text alone; leave it out, and set rollout.response_length to the length of the text"
+            "generates text alone; remove that key, and set rollout.response_length to the length of the text"
         )
     if image_codebook is not None and image_codebook.tokens_per_image != limits.response_length:
         raise UserError(
@@ -148,7 +148,7 @@ def mask_token_id(tokenizer: Tokenizer, settings: MaskedModel) -> int:
             if settings.mask_token is None
             else f"model.mask_token={settings.mask_token} is not in the vocabulary of model.path"
         )
-        raise UserError(f"{problem}; set model.mask_token to the text of its mask token")
+        raise UserError(f"{problem}; set model.mask_token to the text of the model's mask token")
     return int(mask)
 
 

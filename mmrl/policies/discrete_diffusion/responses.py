@@ -74,8 +74,8 @@ class ResponseLayout:
             ids = self.tokenizer(f"{prompt.system or ''}{prompt.text}", add_special_tokens=False).input_ids
         if not 0 < len(ids) <= self.max_prompt_length:
             raise UserError(
-                f"prompt {prompt.id} has {len(ids)} tokens; it needs at least one and at most {self.max_prompt_length} "
-                "(rollout.max_prompt_length, and the context of the model)"
+                f"prompt {prompt.id} has {len(ids)} tokens, but needs from 1 to {self.max_prompt_length} (by "
+                "rollout.max_prompt_length and the context of the model); change the prompt or that key"
             )
         return torch.tensor(ids)
 

@@ -33,7 +33,7 @@ def schedule(
     if not len(blocks) <= steps <= length:
         raise ValueError(
             f"{names[0]}={steps} does not fit {names[1]}={length} positions in {len(blocks)} "
-            f"block{'s' if len(blocks) > 1 else ''}; set it to {len(blocks)} to {length}"
+            f"block{'s' if len(blocks) > 1 else ''}; set {names[0]} to a number from {len(blocks)} to {length}"
         )
     schedule_steps, start = [], 0
     for size, block_steps in zip(blocks, _split_evenly(steps, len(blocks)), strict=True):

@@ -525,8 +525,9 @@ def check_redraw(config: JobConfig, redraws: bool, key: str) -> None:
     if not redraws or config.algorithm.epochs == 1:
         return
     if measured := [measurement for measurement in config.needs.prepared if measurement.scores]:
+        parts = (part for part, needs in config.algorithm.parts() if measured[0] in needs.measurements)
         raise ValueError(
             f"with algorithm.epochs={config.algorithm.epochs} and {key}=true every epoch scores responses in new "
-            f"states, but {measured[0].name} is measured only in the states of the first epoch; set {key}=false, or "
-            "algorithm.epochs=1"
+            f"states, but {next(parts, measured[0].name)} needs log-probabilities that are computed only in the states "
+            f"of the first epoch; set {key}=false, or algorithm.epochs=1"
         )

@@ -56,7 +56,8 @@ class FewStepModel(DiffusionModel):
         denoising = config.section("denoising")
         if not isinstance(denoising, Denoising):
             raise ValueError(
-                "model.type=few_step_diffusion learns from rewards only; use model.type=diffusion for a warm start"
+                f"model.type=few_step_diffusion cannot be trained by algorithm.type={config.algorithm.type}: it needs "
+                "an algorithm that samples rollouts and rewards them; for supervised training use model.type=diffusion"
             )
         if not isinstance(denoising.likelihood, ImageContrast | ImageMatching):
             raise ValueError(
@@ -65,8 +66,8 @@ class FewStepModel(DiffusionModel):
             )
         if denoising.steps % self.sampler.steps:
             raise ValueError(
-                f"model.sampler.steps={self.sampler.steps} must divide denoising.steps={denoising.steps}: each "
-                "step of the student replaces the same number of steps of the model"
+                f"denoising.steps={denoising.steps} must be a multiple of model.sampler.steps={self.sampler.steps}, "
+                "since each step of the few-step sampler replaces the same number of denoising steps; change one"
             )
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:

@@ -29,7 +29,7 @@ def load(path: str, settings: PromptRewritingModel, config: JobConfig, task: obj
     if writer_path is None:
         raise UserError(
             f"model.writer.path is missing: model.path={path} holds an image generator, but no language model that "
-            "rewrites prompts; set it"
+            "rewrites prompts; set model.writer.path to one"
         )
     saved_generator = Path(path) / GENERATOR
     generator_path = str(saved_generator) if saved_generator.is_dir() else path

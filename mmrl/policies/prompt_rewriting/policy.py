@@ -97,7 +97,8 @@ class PromptRewritingPolicy:
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
         raise NotImplementedError(
-            "model.type=prompt_rewriting does not learn from demonstrations; train its two models separately first"
+            "model.type=prompt_rewriting does not learn from demonstrations; train its language model and its image "
+            "model in runs of their own"
         )
 
     def _writer_prompt(self, prompt: Prompt) -> Prompt:

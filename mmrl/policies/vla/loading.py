@@ -130,7 +130,7 @@ def open_policy(
         head = action.head.build(action, backbone, action_dim, 0 if backbone.reads_state else sizes[1])
         if not isinstance(head, Head):
             raise UserError(
-                f"action.head.type={action.head.type}: its build must return a mmrl.policies.vla.heads.head:Head, not "
+                f"action.head.type={action.head.type}: its build must return an mmrl.policies.vla.heads.head:Head, not "
                 f"{type(head).__name__}"
             )
         critic_network = None if critic is None else critics.build(critic, backbone.width, state_dim)
@@ -199,7 +199,7 @@ def _check_statistics_options(path: str, action: Actions) -> None:
     and options that select from action.statistics if that is not set."""
     if action.replace_statistics:
         raise UserError(
-            f"action.replace_statistics=true, but model.path={path} has no statistics to replace; remove it"
+            f"action.replace_statistics=true, but model.path={path} has no statistics to replace; remove that key"
         )
     for key in ("statistics_key", "normalisation"):
         if vars(action)[key] is not None and action.statistics is None:
@@ -255,7 +255,8 @@ def _check_not_openvla(path: str, action: Actions) -> None:
     if action.head.bidirectional:
         head, head_key = action.head.checkpoint_head, _head_key(action.head)
         key = "decoding=bidirectional" if isinstance(head, TokenActions) else f"type={head.type}"
-        raise UserError(f"{head_key}.{key} is for OpenVLA-OFT, which model.path={path} is not; choose another")
+        others = "parallel or autoregressive" if isinstance(head, TokenActions) else "another type, such as token"
+        raise UserError(f"{head_key}.{key} is for OpenVLA-OFT, which model.path={path} is not; set it to {others}")
 
 
 def _head_key(head: ActionHead) -> str:
@@ -363,7 +364,7 @@ def _check_lerobot_options(path: str, action: Actions) -> None:
             "head of its own; use action.head.type=flow, or steered"
         )
     if action.standardise:
-        raise UserError(f"action.standardise is set, but model.path={path} has statistics of its own; remove it")
+        raise UserError(f"action.standardise is set, but model.path={path} has statistics of its own; remove that key")
 
 
 def _restore(folder: Path, network: Network, action: Actions, state_dim: int) -> StateStatistics | None:
@@ -395,9 +396,10 @@ def _restore(folder: Path, network: Network, action: Actions, state_dim: int) ->
     network.load_state_dict({n: value for n, value in weights.items() if n in expected}, strict=False)
     statistics = saved.get("states")  # absent in folders of older versions
     if action.standardise != (statistics is not None):
+        trained = "without" if statistics is None else "with"
         raise UserError(
-            f"action.standardise={action.standardise}, but {folder} was trained with {statistics is not None}; set "
-            "that value"
+            f"action.standardise={str(action.standardise).lower()}, but {folder} was trained {trained} standardised "
+            f"states; set it to {str(statistics is not None).lower()}"
         )
     return None if statistics is None else StateStatistics.from_json(statistics, state_dim)
 
@@ -420,7 +422,7 @@ def _check_architecture(folder: Path, saved: dict[str, Any], action: Actions, be
         values += _architecture_values("action.head", saved["head"], action.head)
     for key, saved_value, value in values:
         if saved_value != value:
-            raise UserError(f"{key}={value}, but {folder} was trained with {saved_value}; set that value")
+            raise UserError(f"{key}={value}, but {folder} was trained with {saved_value}; set {key}={saved_value}")
 
 
 def _architecture_values(key: str, saved: dict[str, Any], head: ActionHead) -> list[tuple[str, Any, Any]]:

@@ -100,8 +100,8 @@ def memory_model(settings: VisionLanguageActionModel, config: JobConfig, path: s
         return openvla_model(settings, config, checkpoint_config)
     if "output_features" in checkpoint_config:
         raise UserError(
-            f"model.path={path} is a LeRobot policy; the memory of {', '.join(LEROBOT)} can be estimated, so set "
-            "model.path to the one that it was fine-tuned from"
+            f"model.path={path} is a LeRobot policy whose memory cannot be estimated; set model.path to the policy "
+            f"that it was fine-tuned from, if that is one of {', '.join(LEROBOT)}"
         )
     return vlm_with_head(settings, config, path)
 

@@ -199,7 +199,7 @@ class LearnedNoise(ActionLikelihood):
     @model_validator(mode="after")
     def _range_is_valid(self) -> LearnedNoise:
         if not 0 < self.range[0] <= self.range[1]:
-            raise ValueError(f"range must hold two positive numbers, the smaller one first, got {self.range}")
+            raise ValueError(f"range must hold two positive numbers, the smaller one first, not {list(self.range)}")
         return self
 
     @property
@@ -452,7 +452,7 @@ class Actions(Section):
     @model_validator(mode="after")
     def _prompt_has_an_instruction(self) -> Actions:
         if self.prompt is not None and "{instruction}" not in self.prompt:
-            raise ValueError(f"prompt must hold {{instruction}}, got {self.prompt!r}")
+            raise ValueError(f"prompt={self.prompt!r} must hold {{instruction}}, where the robot's instruction goes")
         return self
 
 

@@ -84,9 +84,10 @@ class DataSetStatistics:
         try:
             values = np.array(entry[statistic], float)
         except (TypeError, ValueError) as error:
-            raise UserError(f"{self.where}: {name} must hold numbers: {error}") from None
+            raise UserError(f"{self.where}: {name}.{statistic} must hold numbers: {error}") from None
         if values.shape != (size,):
-            raise UserError(f"{self.where}: {name}.{statistic} must be a list of {size} numbers")
+            shape = list(values.shape)
+            raise UserError(f"{self.where}: {name}.{statistic} must be a list of {size} numbers, but has shape {shape}")
         return values
 
     def mask(self, feature_type: FeatureType, size: int) -> NDArray[np.bool_]:
@@ -100,7 +101,7 @@ class DataSetStatistics:
     def _check_length(self, name: str, values: object, size: int, size_subject: str) -> None:
         """Raises UserError if `values` is not a list of length `size`. size_subject: see `SIZE_SUBJECT`."""
         if not isinstance(values, list):
-            raise UserError(f"{self.where}: {name} must be a list of numbers")
+            raise UserError(f"{self.where}: {name} must be a list of numbers, not {type(values).__name__}")
         if len(values) != size:
             raise UserError(
                 f"{self.where}: {name} has {len(values)} numbers, but {size_subject} {size}; use statistics of this "
@@ -226,8 +227,8 @@ def _data_sets(path: str) -> dict[str, dict[str, Entry]]:
     tree = tree.get("norm_stats", tree) if isinstance(tree, dict) else None
     if not isinstance(tree, dict) or not tree or not all(isinstance(value, dict) for value in tree.values()):
         raise UserError(
-            f"action.statistics={path}: expected a mapping from data sets to statistics, in {file.name}, as OpenVLA's "
-            "dataset_statistics.json, LeRobot's meta/stats.json or openpi's norm_stats.json"
+            f"action.statistics={path}: {file.name} holds no mapping from data sets to statistics; name a file such as "
+            "OpenVLA's dataset_statistics.json, LeRobot's meta/stats.json or openpi's norm_stats.json"
         )
     if not any(set(STATISTIC_NAMES) & set(value) for value in tree.values()):  # data sets, not features
         return {

@@ -44,7 +44,9 @@ def test_images_become_codes_and_back(folder):
     many = made.writer.first + torch.arange(24).repeat(3)[: 4 * 17].view(17, 4)  # more than are decoded at once
     apart = torch.cat([made.writer.images(made.module.model, row[None]) for row in many])
     torch.testing.assert_close(made.writer.images(made.module.model, many), apart, rtol=0, atol=5e-5)
-    with pytest.raises(UserError, match=r"images of shape \[3, 4, 4\] do not fit .* generates \[3, 8, 8\]"):
+    with pytest.raises(
+        UserError, match=r"images of \[3, 4, 4\] .channels, height, width. do not fit .* generates \[3, 8, 8\]"
+    ):
         made.writer.tokens(made.module.model, torch.zeros(1, 3, 4, 4))
 
 

@@ -160,7 +160,7 @@ def test_what_is_saved_loads_again(folder, tmp_path):
 def test_what_does_not_fit_is_one_line(folder, tmp_path):
     policy = policy_of(folder)
     policy.save(tmp_path, policy.module.state_dict())
-    with pytest.raises(UserError, match="has 5 tokens; .* at most rollout.max_prompt_length=3"):
+    with pytest.raises(UserError, match="has 5 tokens, but needs from 1 to rollout.max_prompt_length=3"):
         policy_of(folder, rollout={"max_prompt_length": 3}).rollout(PROMPTS[:1], 1, [0])
     codebook.write(tmp_path, replace(policy.writer.codebook, first=policy.writer.first + 5))
     with pytest.raises(UserError, match="use the codebook that the model was trained with"):

@@ -400,7 +400,7 @@ class TestBadInput:
     def test_sizes_steps_and_guidance(self, shared_family):
         with pytest.raises(UserError, match="resolution 18 is not a multiple of 4"):
             shared_family("flux").latent_shape(18)
-        with pytest.raises(UserError, match="1 denoising steps are too few"):
+        with pytest.raises(UserError, match="denoising.evaluation_steps is 1, too few"):
             shared_family("qwen_image").grid(1, LATENT)
         family = shared_family("flux")
         with pytest.raises(UserError, match="needs a guidance scale as an input; set denoising.embedded_guidance"):

@@ -204,9 +204,10 @@ def test_wrong_options_are_one_line(folder):
         ({"likelihood": {"type": "elbo", "pairs": 2}}, "unknown key unmasking.likelihood.pairs"),
         (
             {"steps": 4},
-            "unmasking.steps=4 does not fit rollout.response_length=3 positions in 1 block; set it to 1 to 3",
+            "unmasking.steps=4 does not fit rollout.response_length=3 positions in 1 block; set unmasking.steps to a "
+            "number from 1 to 3",
         ),
-        ({"steps": 1, "block": 2}, "positions in 2 blocks; set it to 2 to 3"),
+        ({"steps": 1, "block": 2}, "positions in 2 blocks; set unmasking.steps to a number from 2 to 3"),
     ):
         with pytest.raises(UserError, match=line):
             policy_of(folder, unmasking=unmasking, build=False)

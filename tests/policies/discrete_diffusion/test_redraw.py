@@ -120,7 +120,7 @@ def test_what_is_measured_in_the_first_epochs_states_is_refused():
         "terms": [{"type": "kl", "against": {"type": "view", "view": "no_text"}, "coefficient": 0.1}],
     }
     with pytest.raises(
-        UserError, match="is measured only in the states of the first epoch; set unmasking.likelihood.redraw=false"
+        UserError, match="are computed only in the states of the first epoch; set unmasking.likelihood.redraw=false"
     ) as error:
         validate(tree, "test")
     assert "\n" not in str(error.value)

@@ -235,7 +235,7 @@ def test_the_copy_is_reached_through_the_engine(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampler": {"steps": 3}}, r"model.sampler.steps=3 must divide denoising.steps=4"),
+        ({"sampler": {"steps": 3}}, r"denoising.steps=4 must be a multiple of model.sampler.steps=3"),
         (
             {"denoising": {"likelihood": {"type": "chain"}}, "algorithm": {"type": "grpo"}},
             r"denoising.likelihood.type=chain scores the model.s own denoising steps",

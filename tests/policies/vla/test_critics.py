@@ -397,7 +397,7 @@ class TestSingleLooks:
             ("level=sequence", "it needs algorithm.reduce=token_mean and algorithm.level=decision"),
             (
                 "shaping=[entropy]",
-                "shaping.0 .entropy. needs whole episodes; set algorithm.shuffle",
+                "shaping.0 .entropy. needs whole episodes, which algorithm.shuffle=steps splits",
             ),
             ("terms=['tests.joints.test_measurements:Away']", "terms.0 .*Away. needs whole episodes"),
         ],

@@ -138,7 +138,7 @@ def test_two_cameras_have_a_ratio_of_exactly_one(checkpoints):
     ("action", "message"),
     [
         ({}, "trained on 2 cameras .observation.images.top, observation.images.side., but action.cameras gives it 1"),
-        ({"cameras": ["front"]}, "gives it 1; name as many, or set action.camera_features"),
+        ({"cameras": ["front"]}, "gives it 1; name as many there, or set action.camera_features"),
         ({"cameras": ["front", "wrist", "front"]}, "trained on 2 cameras .*gives it 3"),
         ({"cameras": ["front", "wrist"], "camera_features": [TOP]}, "must be 2 different names"),
         ({"cameras": ["front", "wrist"], "camera_features": [TOP, TOP]}, "must be 2 different names"),

@@ -189,7 +189,7 @@ def test_an_adapter_that_is_not_there_is_named(checkpoint, tmp_path):
     config = tmp_path / "adapter_config.json"
     told = json.loads(config.read_text())
     config.write_text(json.dumps({**told, "base_model_name_or_path": str(tmp_path)}))
-    with pytest.raises(UserError, match=r"LeRobot policy without .*model\.safetensors"):
+    with pytest.raises(UserError, match=r"LeRobot policy, but .*model\.safetensors is missing"):
         load(tmp_path)
     config.unlink()
     with pytest.raises(UserError, match=r"config\.json has use_peft=true, but adapter_config\.json is missing"):

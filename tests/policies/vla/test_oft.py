@@ -138,8 +138,8 @@ class TestConversion:
             action_head=head | {"model.layer_norm1.bias": torch.ones(1)},
         )
         refused(r"proprio_projector--.* lacks fc2\.bias", proprio_projector=dict(list(projector.items())[:3]))
-        refused("must hold a mapping from names to tensors", proprio_projector=[1])
-        refused("must hold a mapping from names to tensors", proprio_projector={"fc1.weight": 1})
+        refused("holds more than a mapping from names to tensors", proprio_projector=[1])
+        refused("holds more than a mapping from names to tensors", proprio_projector={"fc1.weight": 1})
         refused("no file says how many actions a chunk has; give it, such as --chunk 8", chunk=None)
         folder = copy(checkpoints, tmp_path / "two", converted=False)
         shutil.copy(folder / reference.HEAD, folder / "action_head--50000_checkpoint.pt")
@@ -477,7 +477,7 @@ BAD = {
         "action.statistics_key=leg does not name one data set of .*; it holds arm",
     ),
     "twice scaled": ({"standardise": True}, {}, "action.standardise=true, but OpenVLA-OFT scales the state"),
-    "flash": ({"attention": "flash_attention_2"}, {}, "action.head.type=l1 needs sdpa or eager"),
+    "flash": ({"attention": "flash_attention_2"}, {}, "which action.head.type=l1 needs; set it to sdpa or eager"),
 }
 
 

@@ -470,7 +470,7 @@ def test_impossible_settings_are_named(make):
         make("regression", likelihood="learned")
     with pytest.raises(SettingsError, match="unknown key head.level"):
         make("flow", level="chunk")
-    with pytest.raises(SettingsError, match="prompt must hold"):
+    with pytest.raises(SettingsError, match="must hold {instruction}"):
         make("parallel", prompt="go")
     with pytest.raises(UserError, match="action.head.likelihood: a window of 9 steps does not fit"):
         make("flow", likelihood={"type": "chain", "window": {"type": "random", "size": 9}})

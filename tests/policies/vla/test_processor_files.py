@@ -170,7 +170,7 @@ def test_statistics_that_cannot_replace_are_named(tmp_path):
     write(tmp_path, modes={**MEAN_STD, "ACTION": "QUANTILES"})
     path = tmp_path / "own.json"
     for tree, options, message in [
-        (OWN_DATA, {}, "has files of statistics of its own; remove it, or set action.replace_statistics=true"),
+        (OWN_DATA, {}, "has statistics of its own; remove that key, or set action.replace_statistics=true"),
         (OWN_DATA, {"replace_statistics": True}, "action.q01 is missing; it holds mean, std, min, max"),
         (
             {"action": OWN_DATA["action"]},

@@ -127,7 +127,9 @@ def test_statistics_are_kept_with_the_model(make, blind, tmp_path):
         policy.state_statistics.std, again.state_statistics.std
     )
     assert not again.sim.simulator.received  # nothing was measured anew
-    with pytest.raises(UserError, match="action.standardise=False, but .* was trained with True"):
+    with pytest.raises(
+        UserError, match="action.standardise=false, but .* was trained with standardised states; set it to true"
+    ):
         make("regression", tmp_path / "model", sim=dark(2))
     told = json.loads((tmp_path / "model" / CONFIG).read_text())
     assert told["chunk"] == CHUNK

@@ -96,7 +96,7 @@ class ChainDecisions:
         if (leaves := math.prod(branching)) != group_size:
             raise UserError(
                 f"denoising.likelihood.branching={list(branching)} makes trees of {leaves} leaves, but "
-                f"rollout.group_size={group_size}; set it to {leaves}"
+                f"rollout.group_size={group_size}; set rollout.group_size={leaves}"
             )
         group_seeds = [int(seed) for seed in seeds[::group_size]]
 

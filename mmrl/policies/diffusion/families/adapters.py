@@ -52,7 +52,10 @@ class Adapter:
                 pipe.load_lora_weights(self.file.parent, weight_name=self.file.name, adapter_name="default")
         except (ValueError, RuntimeError, KeyError) as error:
             first_line = str(error).strip().splitlines()[0]
-            raise UserError(f"model.path={self.path} does not fit the pipeline {self.base}: {first_line}") from None
+            raise UserError(
+                f"model.path={self.path} does not fit the pipeline {self.base}: {first_line}; set model.base to the "
+                "pipeline that the LoRA was trained on"
+            ) from None
         if not network._hf_peft_config_loaded:
             raise UserError(
                 f"model.path={self.path}: {self.file.name} has no LoRA weights for the {component}; name another file"
@@ -84,7 +87,7 @@ class Adapter:
         config = PeftConfig.from_pretrained(str(self.file.parent))
         if not isinstance(config, LoraConfig):
             raise UserError(
-                f"model.path={self.path} is a PEFT adapter of type {config.peft_type}; only LoRA is supported"
+                f"model.path={self.path} is a PEFT adapter of type {config.peft_type}, but only LoRA is supported"
             )
         config.inference_mode, config.lora_dropout = False, 0.0  # with dropout replay would differ from sampling
         network.add_adapter(config, adapter_name="default")
@@ -158,7 +161,7 @@ def _weights_at(path: Path) -> tuple[Path, Literal["peft", "diffusers"]] | None:
     files = sorted(path.glob("*.safetensors"))
     usual = path / DIFFUSERS_WEIGHTS
     if usual not in files and len(files) > 1:
-        raise UserError(f"model.path={path} has several files: {', '.join(f.name for f in files)}; name one of them")
+        raise UserError(f"model.path={path} holds {', '.join(f.name for f in files)}; set model.path to one of them")
     file = usual if usual in files else files[0] if files else None
     if file is None or not any("lora" in name for name in _names(file)):
         return None

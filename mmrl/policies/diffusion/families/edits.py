@@ -161,7 +161,8 @@ class Flux2Klein(FlowPipeline):
         """Stacks conditions to inputs of the network, [condition, ...]. Raises UserError if only some have a source."""
         if len({"source" in condition for condition in conditions}) > 1:
             raise UserError(
-                "some prompts of a batch have an image to edit and some have none; give one to all of them, or to none"
+                "some prompts of a batch have an image to edit and some have none; give an image to all prompts of the "
+                "task, or to none"
             )
         return super()._texts(conditions, device, dtype)
 

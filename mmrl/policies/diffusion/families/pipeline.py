@@ -284,8 +284,8 @@ class FlowPipeline(Pipeline):
         config = self.pipe.scheduler.config
         if steps < 1 or (steps == 1 and config.shift_terminal):
             raise UserError(
-                f"{steps} denoising steps are too few for the scheduler of model.path; raise denoising.steps or "
-                "denoising.evaluation_steps"
+                f"denoising.steps or denoising.evaluation_steps is {steps}, too few for the scheduler of model.path; "
+                f"set it to at least {2 if config.shift_terminal else 1}"
             )
         tokens = math.prod(shape[1:]) // self.patch**2
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
@@ -377,7 +377,7 @@ def checked_sides(resolution: Resolution, default: tuple[int, int], multiple: in
         if side < 1 or side % multiple:
             raise UserError(
                 f"denoising.resolution: resolution {side} is not a multiple of {multiple}, as the model at model.path "
-                "needs; change it"
+                f"needs; set it to {max(1, side // multiple) * multiple}, for example"
             )
     return sides
 

@@ -66,7 +66,9 @@ def find_pickle(folder: Path, part: oft.PartName) -> Path | None:
     """Returns the published pickle of a part in `folder`, None if there is none. Raises UserError for several."""
     paths = sorted(folder.glob(oft.PUBLISHED[part]))
     if len(paths) > 1:
-        raise UserError(f"{folder} holds {paths[0].name} and {paths[1].name}; remove one of them")
+        raise UserError(
+            f"{folder} holds {paths[0].name} and {paths[1].name}, but only one can be converted; remove the other"
+        )
     return paths[0] if paths else None
 
 
@@ -81,7 +83,9 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
             f"{file} cannot be opened safely, since pickles of more than tensors can run code: {error_summary(error)}"
         ) from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and type(v) is Tensor for k, v in loaded.items()):
-        raise UserError(f"{file} must hold a mapping from names to tensors, and nothing else")
+        raise UserError(
+            f"{file} holds more than a mapping from names to tensors; take the published file of OpenVLA-OFT"
+        )
     return {name.removeprefix(oft.DISTRIBUTED): value.contiguous() for name, value in loaded.items()}
 
 
@@ -99,7 +103,7 @@ def read_action_dim(file: Path | None, head: dict[str, Tensor]) -> int:
     assert file is not None
     last = head.get("model.fc2.weight", torch.empty(0, 0))
     if last.dim() != 2 or any(name.startswith("noise_predictor.") for name in head):
-        raise UserError(f"{file} is not a head of OpenVLA-OFT's L1 regression")
+        raise UserError(f"{file} is not a head of OpenVLA-OFT's L1 regression; no other heads can be converted")
     oft.check_shapes(file, oft.shapes_of(head), oft.head_shapes(last.shape[1], last.shape[0]))
     return last.shape[0]
 
@@ -109,7 +113,7 @@ def check_projector(file: Path | None, projector: dict[str, Tensor]) -> None:
     assert file is not None
     first = projector.get("fc1.weight", torch.empty(0, 0))
     if first.dim() != 2:
-        raise UserError(f"{file} is not a projector of a robot's state")
+        raise UserError(f"{file} is not a projector of a robot's state, since it has no matrix fc1.weight")
     oft.check_shapes(file, oft.shapes_of(projector), oft.projector_shapes(*first.shape))
 
 

@@ -410,7 +410,7 @@ def match_features(path: str, names: Sequence[str], action: Actions) -> list[str
         if num_cameras != len(names):
             raise UserError(
                 f"model.path={path} was trained on {len(names)} cameras ({', '.join(names)}), but action.cameras gives "
-                f"it {num_cameras}; name as many, or set action.camera_features to those that it gets"
+                f"it {num_cameras}; name as many there, or set action.camera_features to those that it gets"
             )
         return list(names)
     if len(features) != num_cameras or len(set(features)) < num_cameras:
@@ -437,7 +437,9 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
     saved_config = json.loads(_require_file(path, folder / CONFIG).read_text())
     for option in UNSUPPORTED_OPTIONS:
         if saved_config.get(option):
-            raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which mmrl cannot train")
+            raise UserError(
+                f"model.path={path}: {CONFIG} has {option}=true, which mmrl cannot train; take another policy"
+            )
     if saved_config.get("use_peft") and not is_lora:
         raise UserError(
             f"model.path={path}: {CONFIG} has use_peft=true, but {ADAPTER_FILES[0]} is missing; copy the whole folder"
@@ -514,8 +516,8 @@ def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel
         names = [n for n in names if check_target_module_exists(lora_config, n)]
     if not names:
         raise UserError(
-            f"model.lora.targets={lora.targets} matches no linear layer that would be trained: see model.freeze and "
-            f"{base}'s {CONFIG}"
+            f"model.lora.targets={lora.targets} matches no linear layer that would be trained; name others, or change "
+            f"what is frozen (model.freeze, and {CONFIG} of {base})"
         )
     lora_config.target_modules = set(names)  # type: ignore[assignment]  # as peft converts a list
     policy.name_or_path = base  # which peft saves
@@ -525,7 +527,9 @@ def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel
 def _require_file(path: str, file: Path) -> Path:
     """Returns `file`. Raises UserError if it does not exist."""
     if not file.is_file():
-        raise UserError(f"model.path={path} is a LeRobot policy without {file}; save it with LeRobot 0.5 or later")
+        raise UserError(
+            f"model.path={path} is a LeRobot policy, but {file} is missing; save it with LeRobot 0.5 or later"
+        )
     return file
 
 

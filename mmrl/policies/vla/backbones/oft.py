@@ -131,8 +131,8 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 def check_shapes(file: Path, actual: Shapes, expected: Shapes) -> None:
     """Raises UserError for the first tensor that is missing, unknown or of another shape."""
     for problem, names in (
-        ("lacks", expected.keys() - actual.keys()),
-        ("has an unknown", actual.keys() - expected.keys()),
+        ("lacks the tensor", expected.keys() - actual.keys()),
+        ("has an unknown tensor", actual.keys() - expected.keys()),
     ):
         if names:
             raise UserError(f"{file} {problem} {min(names)}; only files of OpenVLA-OFT are supported")
@@ -194,7 +194,7 @@ class PartFiles:
             raise UserError(f"{file} does not say how many actions a chunk has; write it again with mmrl convert")
         if int(metadata["chunk"]) != chunk:
             raise UserError(
-                f"action.chunk={chunk}, but {file} was trained on chunks of {metadata['chunk']}; set that length"
+                f"action.chunk={chunk}, but {file} was trained on chunks of {metadata['chunk']}; set that number"
             )
 
     def _check_projector(self, file: Path, path: str, action: Actions, width: int, state_dim: int) -> None:
@@ -215,7 +215,7 @@ class PartFiles:
         check_shapes(file, shapes, projector_shapes(width, state_dim))
         if action.standardise:
             raise UserError(
-                "action.standardise=true, but OpenVLA-OFT scales the state by its own statistics; remove it"
+                "action.standardise=true, but OpenVLA-OFT scales the state by its own statistics; remove that key"
             )
 
 

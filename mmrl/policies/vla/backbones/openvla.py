@@ -418,8 +418,8 @@ def load(
     if action.head.bidirectional and settings.attention == "flash_attention_2":
         key = "type=l1" if isinstance(action.head.checkpoint_head, L1Actions) else "decoding=bidirectional"
         raise UserError(
-            f"model.attention={settings.attention} does not support bidirectional attention; action.head.{key} needs "
-            "sdpa or eager"
+            f"model.attention={settings.attention} does not support bidirectional attention, which action.head.{key} "
+            "needs; set it to sdpa or eager"
         )
     folder = _folder(loading.base_of(path))
     extra_files = {name: (folder / name).read_bytes() for name in EXTRA_FILES if (folder / name).is_file()}

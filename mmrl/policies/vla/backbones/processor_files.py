@@ -102,7 +102,9 @@ class Normaliser:
             try:
                 self.tensors = load(contents[self.state_file])
             except SafetensorError as error:
-                raise UserError(f"model.path={path}: {self.state_file}: {error}") from None
+                raise UserError(
+                    f"model.path={path}: {self.state_file} cannot be read: {error}; copy it again"
+                ) from None
 
     @property
     def where(self) -> str:
@@ -244,7 +246,7 @@ def _replacement_statistics(path: str, action: Actions) -> DataSetStatistics | N
     if action.normalisation is not None:
         raise UserError(
             f"action.normalisation={action.normalisation}, but the processors of model.path={path} have modes of their "
-            "own; remove it"
+            "own; remove that key"
         )
     if action.replace_statistics:
         if action.statistics is None:
@@ -254,8 +256,8 @@ def _replacement_statistics(path: str, action: Actions) -> DataSetStatistics | N
         return read(action.statistics, action.statistics_key)
     if action.statistics is not None:
         raise UserError(
-            f"action.statistics is set, but model.path={path} has files of statistics of its own; remove "
-            "it, or set action.replace_statistics=true"
+            f"action.statistics is set, but model.path={path} has statistics of its own; remove that key, or set "
+            "action.replace_statistics=true"
         )
     return None
 

@@ -68,13 +68,13 @@ class FlowHead(Head):
         chain = self.likelihood if isinstance(self.likelihood, ActionChain) else None
         if not isinstance(self.likelihood, self.supported_likelihoods()):
             raise UserError(
-                f"action.head.likelihood.type={self.likelihood.type} is not supported by this model's flow head; use "
-                "chain, matching or contrast"
+                f"action.head.likelihood.type={self.likelihood.type} is not supported by this model's flow head; set "
+                "it to chain, matching or contrast"
             )
         if chain is not None and chain.transition.space != "velocity":
             raise UserError(
-                f"action.head.likelihood.transition.type={chain.transition.type} is for models that predict noise; use "
-                "flow_sde, dance_sde or cps"
+                f"action.head.likelihood.transition.type={chain.transition.type} is for models that predict noise, but "
+                "this head predicts velocity; set it to flow_sde, dance_sde or cps"
             )
         steps = settings.steps if isinstance(settings, FlowActions) else settings.evaluation_steps
         self.sampler = Sampler(grid(steps), None if chain is None else chain.transition)

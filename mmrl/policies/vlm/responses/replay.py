@@ -71,7 +71,7 @@ class ResponseReplay:
         """Returns the index of the segment of each token, [rollout, decision] int64. Raises TypeError if
         rollout.segment is null."""
         if self.segment is None:
-            raise TypeError("rollout.segment is null: responses have no segments")
+            raise TypeError("rollout.segment is null, so responses have no segments; set it to their length")
         segments = torch.arange(rollouts.mask.shape[1], device=self.runner.device) // self.segment
         return segments.expand(rollouts.mask.shape)
 
