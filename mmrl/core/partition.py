@@ -42,7 +42,7 @@ def _pack_groups(groups: list[Tensor], size: int) -> list[Tensor]:
     batches: list[list[Tensor]] = []
     for rows in groups:
         if len(rows) > size:
-            raise ValueError(f"a group of {len(rows)} rollouts must stay whole, but a micro-batch has only {size}")
+            raise ValueError(f"a group of {len(rows)} rollouts must stay whole, but a micro-batch takes only {size}")
         if batches and sum(map(len, batches[-1])) + len(rows) <= size:
             batches[-1].append(rows)
         else:

@@ -157,7 +157,7 @@ def test_a_policy_of_two_cameras(tmp_path):
             TOML.replace("in_input = 1", "in_input = 3"),
             "num_images_in_input: the policy cannot read 3 images, since LIBERO has two cameras; set 1 or 2",
         ),
-        ("a.sh", SCRIPT.replace("rloo", "gae"), "adv_estimator=gae cannot be converted; choose grpo or rloo"),
+        ("a.sh", SCRIPT.replace("rloo", "gae"), "adv_estimator: the estimator gae cannot be converted"),
         ("a.toml", TOML.replace("optm_lr = 5e-6", "optm_lr = 0.0"), "a.toml as converted: optim.lr"),
     ],
 )

@@ -334,9 +334,9 @@ class VLLM:
             with nullcontext() if self.sleep_mode is not None else torch.compiler.set_stance("force_eager"):
                 outputs = self.llm.generate(inputs, options, use_tqdm=False, lora_request=self.adapter)
         except (ValueError, VLLMError) as error:
+            others = "" if len(requests) == 1 else f", or one of the {len(requests) - 1} prompts after it"
             raise UserError(
-                f"rollout.generator: vLLM refuses one of the {len(requests)} prompts from {requests[0].name} on: "
-                f"{_cause(error)}"
+                f"rollout.generator: vLLM refuses prompt {requests[0].name}{others}: {_cause(error)}"
             ) from None
         answers: list[Answer] = []
         for request, output in zip(requests, outputs, strict=True):

@@ -422,7 +422,7 @@ def _check_architecture(folder: Path, saved: dict[str, Any], action: Actions, be
         values += _architecture_values("action.head", saved["head"], action.head)
     for key, saved_value, value in values:
         if saved_value != value:
-            raise UserError(f"{key}={value}, but {folder} was trained with {saved_value}; set {key}={saved_value}")
+            raise UserError(f"{key}={value}, but {folder} was trained with {saved_value}; set {key} to that value")
 
 
 def _architecture_values(key: str, saved: dict[str, Any], head: ActionHead) -> list[tuple[str, Any, Any]]:

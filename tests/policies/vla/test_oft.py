@@ -138,8 +138,8 @@ class TestConversion:
             action_head=head | {"model.layer_norm1.bias": torch.ones(1)},
         )
         refused(r"proprio_projector--.* lacks fc2\.bias", proprio_projector=dict(list(projector.items())[:3]))
-        refused("holds more than a mapping from names to tensors", proprio_projector=[1])
-        refused("holds more than a mapping from names to tensors", proprio_projector={"fc1.weight": 1})
+        refused("holds something else than a mapping from names to tensors", proprio_projector=[1])
+        refused("holds something else than a mapping from names to tensors", proprio_projector={"fc1.weight": 1})
         refused("no file says how many actions a chunk has; give it, such as --chunk 8", chunk=None)
         folder = copy(checkpoints, tmp_path / "two", converted=False)
         shutil.copy(folder / reference.HEAD, folder / "action_head--50000_checkpoint.pt")

@@ -148,7 +148,7 @@ def test_a_group_is_chosen(tmp_path, key):
         ({"action": {"q01": 0.0, "q99": 1.0}}, "action.q01 must be a list of numbers"),
         ({"action": {"q01": [[0.0], [0.0]], "q99": [1.0, 1.0]}}, "action.q01 must be a list of 2 numbers"),
         ({"action": {"q01": [0.0, 2.0], "q99": [1.0, 1.0]}}, "action.q01 must be finite and at most q99"),
-        ({"action": {"q01": ["a", 2.0], "q99": [1.0, 1.0]}}, "action must hold numbers"),
+        ({"action": {"q01": ["a", 2.0], "q99": [1.0, 1.0]}}, "action.q01 must hold numbers"),
         ([1], "stats.json holds no mapping from data sets to statistics"),
     ],
 )

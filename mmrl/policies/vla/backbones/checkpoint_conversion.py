@@ -84,7 +84,7 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
         ) from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and type(v) is Tensor for k, v in loaded.items()):
         raise UserError(
-            f"{file} holds more than a mapping from names to tensors; take the published file of OpenVLA-OFT"
+            f"{file} holds something else than a mapping from names to tensors; take the published file of OpenVLA-OFT"
         )
     return {name.removeprefix(oft.DISTRIBUTED): value.contiguous() for name, value in loaded.items()}
 
