@@ -29,7 +29,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("modules: gradients of a step before count", A, "        self.module.zero_grad()\n", "", IMPLICIT),
     ("modules: rounded weights begin anew", A, 'weight.copy_(state["weights"][str(i)])', "weight.copy_(weight)", IMPLICIT),
     ("modules: Adam moves rounded weights", A, "p.detach().float().requires_grad_() if self.has_master_weights else p", "p", IMPLICIT),
-    ("implicit: ZeRO-3 passes", "mmrl/config.py", "measurement.trains_copy for measurement", "False for measurement", IMPLICIT),
+    ("implicit: ZeRO-3 passes", "mmrl/config.py", "measured.trains_copy for measured", "False for measured", IMPLICIT),
     ("implicit: a copy has no moments", "mmrl/doctor/memory_plan.py", "(bytes_per_weight + 8 + ", "(bytes_per_weight + ", IMPLICIT),
     ("modules: a single loss moves nothing", A, "self.descend([loss], lambda gradient: gradient)", "self.descend([loss], lambda gradient: 0 * gradient)", IMPLICIT),
 ]

@@ -23,7 +23,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("control: every shaper goes", C, "plain(shaper) for shaper in without_rewards", "plain(shaper) for shaper in without_rewards[:0]",
      CONTROLS),
     ("control: it writes over the run", C, "{config.run_dir}_control", "{config.run_dir}", CONTROLS),
-    ("control: demonstrations have one", C, 'config.algorithm.collects == "demonstrations" or', "", CONTROLS),
+    ("control: demonstrations have one", C, "if from_demonstrations or", "if", CONTROLS),
     ("milestones: it is not said who pays", "mmrl/terms/shapers/turns.py",
      'uses_environment_rewards: ClassVar[bool] = True\n    type: str = "milestones"',
      'uses_environment_rewards: ClassVar[bool] = False\n    type: str = "milestones"', CONTROLS),
