@@ -70,7 +70,10 @@ class Cluster:
                 socket.create_connection((host, int(port)), timeout=5).close()
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except ValueError:
-            raise UserError(f"{self.name} is not an address of a Ray cluster; write HOST:PORT or auto") from None
+            named = (
+                self.name if self.name.endswith(f"={address}") else f"the environment variable RAY_ADDRESS={address}"
+            )
+            raise UserError(f"{named} is not an address of a Ray cluster; write HOST:PORT or auto") from None
         except (OSError, RuntimeError) as error:  # RuntimeError: the cluster has another version of Ray or Python
             raise UserError(
                 f"{self.name}: there is no Ray cluster to join ({' '.join(str(error).split())[:200]}); Ray has to run "

@@ -19,7 +19,7 @@ def window_steps(window: Window, std: Tensor, iteration: int, seed: int) -> list
     start = window.start(len(usable), len(std), iteration, seed)
     if not 0 <= start <= len(usable) - width:
         raise ValueError(
-            f"denoising.likelihood.window: type {window.type} would begin at step {start} of the {len(usable)} steps "
+            f"window: type {window.type} would begin at step {start} of the {len(usable)} steps "
             f"that it may contain, but {width} steps fit only from 0 to {len(usable) - width}; begin earlier or select "
             "fewer steps"
         )

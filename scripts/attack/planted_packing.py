@@ -29,7 +29,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("packing: adapters of sparse models too", R + "runner.py", "return self.module.can_pack and worthwhile(lengths)",
      "return worthwhile(lengths)", PACKING),
     ("work: packed rows as one sequence", F, "pairs = int(starts.diff().long().square().sum())", "pairs = int(starts[-1].long().square())", PACKING),
-    ("work: shared heads by torch's formula", F, "    aten._scaled_dot_product_flash_attention: attention_flops,\n", "", FLOPS),
+    ("work: shared heads by torch's formula", F, '    "aten._scaled_dot_product_flash_attention": attention_flops,\n', "", FLOPS),
     ("work: keys of packed attention are queries", F, "key_starts = starts if key_starts is None else key_starts", "key_starts = starts", FLOPS),
     ("engine: overlapping sums at every stage", "mmrl/engine/deepspeed.py", '== "nccl" and self.zero_stage >= 2', '== "nccl"', SUMS),
     ("engine: no overlapping sums", "mmrl/engine/deepspeed.py", '== "nccl" and self.zero_stage >= 2', '== "nccl" and self.zero_stage > 3', SUMS),

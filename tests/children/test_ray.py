@@ -208,6 +208,9 @@ def test_a_cluster_that_can_not_be_joined_is_one_line(nodes, monkeypatch):
         Cluster("127.0.0.1:9", "ray")
     with pytest.raises(UserError, match="ray=there is not an address of a Ray cluster; write HOST:PORT or auto"):
         Cluster("there", "ray")
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere")
+    with pytest.raises(UserError, match="^the environment variable RAY_ADDRESS=nowhere is not an address of a Ray"):
+        Cluster("auto", "ray")
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"ray=auto needs Ray; install it with: pip install -e '.\[ray\]'"):

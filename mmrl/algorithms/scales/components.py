@@ -115,6 +115,11 @@ class Gated(Components):
         for name in self.gates:
             if name not in names:
                 raise ValueError(f"algorithm.components.gates: {name} is not a reward; choose from {', '.join(names)}")
+        if set(names) <= set(self.gates):
+            raise ValueError(
+                f"algorithm.components.gates names every reward ({', '.join(names)}), so that no reward is left to "
+                "multiply; leave one out"
+            )
 
     def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         from mmrl.core.advantages import gated_reward
