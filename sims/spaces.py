@@ -182,8 +182,8 @@ class ObservationReader:
                 )
 
     def _below(self, name: str, option: str) -> list[str]:
-        """Returns the names of the leaves with or below a name. option: "image" or "state", for the message. Raises
-        UserError if there are none."""
+        """Returns the names of the leaves that have this name or are below it. option: "image" or "state", for the
+        message. Raises UserError if there are none."""
         below = [leaf for leaf in self.parts if leaf == name or leaf.startswith(f"{name}.")]
         if not below:
             raise UserError(

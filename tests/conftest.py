@@ -46,6 +46,7 @@ def alone():
     os.environ.update(before)
 
 
+SLOW_TIMEOUT_S = 900  # of a slow test with its fixtures, on a machine with other work; quick ones: pyproject.toml
 TIMES = Path(__file__).parent / "times.json"  # seconds of each file on two cores; written by --record-times
 TOOK: dict[str, dict[str, float]] = {}
 
@@ -100,6 +101,8 @@ def pytest_collection_modifyitems(config, items):
         quick = item.get_closest_marker("slow") is None
         if quick and place(item).startswith(FAST) and not place(item).startswith(SLOWER):
             item.add_marker(pytest.mark.fast)
+        if not quick and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     if (seed := config.getoption("shuffle")) is not None:
         shuffle(items, seed)
     if (wanted := config.getoption("slice")) is not None:

@@ -49,7 +49,8 @@ class Saver:
             self.say(f"saved {pending.target}")
 
     def _in_background(self) -> bool:
-        """Returns whether to write in the background: as the settings say, or if memory for two copies is free."""
+        """Returns whether to write in the background: as `background` says; if it is "auto", whether all ranks have
+        memory for two copies of what they save."""
         wanted = self.settings.background
         if wanted != "auto":
             return wanted

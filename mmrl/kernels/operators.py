@@ -349,15 +349,16 @@ def clipped_surrogate(
 def _denoise_shapes(
     x: Tensor, v: Tensor, other: Tensor, name: str, a_x: Tensor, a_v: Tensor, std: Tensor, reduction: str
 ) -> torch.Size:
-    """Checks the shapes and dtypes of a denoising kernel's arguments: x, v and `other` [N, ...], a_x, a_v and std [N].
-    Returns x's shape. Raises ValueError."""
+    """Checks the arguments of a denoising kernel: x, v and `other` [N, ...], the coefficients a_x, a_v and std [N], and
+    the reduction. name: that of the parameter `other`, for messages. Returns the shape of x. Raises ValueError."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     if x.dim() < 2:
         raise ValueError(f"x must be [N, ...], got {list(x.shape)}")
-    _fits("x", x, x.shape, x)
+    _fits("x", x, x.shape, x)  # not empty, and of a supported dtype
     _fits("v", v, x.shape, x)
     _fits(name, other, x.shape, x)
+    # coefficients are float32, or float64 for a float64 network
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     for label, t in (("a_x", a_x), ("a_v", a_v), ("std", std)):
         _fits(label, t, x.shape[:1], x, (wide,))

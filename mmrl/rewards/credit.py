@@ -169,6 +169,7 @@ def sections(*, tags: Sequence[str]) -> Reward:
 
     def reward(sample: Sample) -> float:
         remaining = full_response(sample).strip()
+        # `full_response` adds the prompt's <think>. Where it is unknown whether it had one (None), it is assumed.
         if tags[0] == "think" and "<think>" not in remaining and sample.prompt_opens_think is None:
             remaining = f"<think>{remaining}"
         for tag in tags:

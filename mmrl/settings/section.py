@@ -291,12 +291,15 @@ def has_key(model: type[Section], tree: Mapping[str, Any], path: Path_) -> bool:
 def _subsections(
     model: type[Section], tree: Mapping[str, Any], always: str | None = None
 ) -> Iterable[tuple[str, type[Section], dict[str, Any]]]:
-    """Yields (key, class, mapping with its `type`) of the sections in `tree` whose keys have a section as default.
+    """Yields the sections directly inside `tree`: the key, the class that its `type` selects, and its mapping with that
+    type written out.
 
-    always: a key that is yielded, with its default, even if `tree` lacks it.
+    always: a key that is yielded, with the default type, even if `tree` lacks it.
     """
     for name, field in model.model_fields.items():
-        value = tree.get(name) or {} if name == always else tree.get(name)
+        value = tree.get(name)
+        if name == always and not value:
+            value = {}
         if isinstance(field.default, Choice):
             value = field.default.expand(value) if isinstance(value, str) else value
         if isinstance(value, Mapping) and isinstance(field.default, Section):

@@ -358,8 +358,10 @@ class RowBlock:
         return np.zeros((len(self.rows), 0, 0, 3), np.uint8), state
 
     def _lose(self, error: Exception, out: Transition, indices: Sequence[int]) -> None:
-        """Sets the error of all rows, and removes the environment, whose state is undefined. The next reset makes a new
-        one."""
+        """Gives up the environment, which raised `error`: its state is undefined, so the episodes of all rows end.
+
+        Sets the error of the requested rows, which are at `indices` of `out`. The next reset makes a new environment.
+        """
         self._live[:] = False
         self._envs.pop(self.task, None)
         for i in indices:

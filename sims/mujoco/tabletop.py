@@ -165,11 +165,11 @@ class TabletopRow:
                 break
 
     def plan(self, length: int, spare: mujoco.MjData, out: NDArray) -> None:
-        """Writes the expert's next actions into `out` [length, 4]. It executes them in a copy of the physics state,
-        which is written to `spare`."""
+        """Writes the expert's next actions into `out` [length, 4] and leaves the rows after the episode's end as they
+        are. The actions are executed in `spare`, a scratch copy of the physics state."""
         mujoco.mj_copyData(spare, self.model, self.data)
-        saved = self.setpoint, self.closing, self.steps
-        self.data, spare = spare, self.data
+        saved = self.data, self.setpoint, self.closing, self.steps
+        self.data = spare
         try:
             for c in range(min(length, self.task.max_steps - self.steps)):
                 out[c] = self.control.action(self.setpoint, self.task.expert(self.view()), self.task.step)
@@ -178,8 +178,7 @@ class TabletopRow:
                     if self.end_on_success and self.task.success(self.view()):
                         break
         finally:
-            self.data = spare
-            self.setpoint, self.closing, self.steps = saved
+            self.data, self.setpoint, self.closing, self.steps = saved
 
 
 def _cubes(model: mujoco.MjModel) -> int:

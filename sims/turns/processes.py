@@ -121,8 +121,9 @@ def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str
     playing: list[Environment] = []  # the environment of the running conversation, if there is one
 
     def answer(request: tuple[str, Any]) -> dict[str, Any]:
-        """Answers a request: messages, the end and the reward of a turn; or "raised", the text of the environment's
-        error."""
+        """Answers ("start", prompt) with the first messages and the tools, ("step", response) with the reply of the
+        environment, ("close", None) with {}; or with "raised", the text of the environment's error. `playing` holds at
+        most one environment."""
         try:
             if request[0] == "close":
                 while playing:

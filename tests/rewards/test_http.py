@@ -184,7 +184,7 @@ def test_pauses_grow_to_a_limit(monkeypatch):
     [
         ({"url": "127.0.0.1:8000"}, "begins with http"),
         ({"deadline_s": 0}, "deadline_s must be positive"),
-        ({"retries": -1}, "retries must not be negative"),
+        ({"retries": -1}, "retries must be 0 or more, not -1"),
         ({"format": "pickle"}, "format must be one of json, npz"),
         ({"pixels": "bf16"}, "pixels must be one of"),
         ({"scope": "rank"}, "scope must be one of"),

@@ -50,6 +50,8 @@ class ImageTokenPolicy:
         self.reasoning_length = reasoning_length
         tally = Tally()
         self.work = PolicyWork([tally], lambda rollouts: {"images": len(rollouts)})
+        # A meter hooks itself into its network and adds the operations of calls to the tally. Parts of the model are
+        # also called alone, so each has a meter; of nested calls only the outermost one counts.
         for network in (scorer, *transformers_model(scorer.model).children()):
             CallMeter(network, tally)
         self.module.eval()  # dropout would make replay differ from sampling

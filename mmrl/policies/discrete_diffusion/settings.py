@@ -180,7 +180,9 @@ class Coupled(RandomStates):
         return self
 
     def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
-        """Returns the fully masked state, then `pairs` pairs of complementary masks."""
+        """Returns the fully masked state of a response of len(steps) tokens, then `pairs` pairs of states with
+        complementary masks. The first mask of a pair covers a share within `levels`. Depends on the seed and on the
+        length alone."""
         from mmrl.policies.discrete_diffusion.likelihoods import coupled
 
         return coupled(seed, len(steps), self.pairs, self.levels)

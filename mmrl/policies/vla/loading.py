@@ -199,7 +199,8 @@ def _check_statistics_options(path: str, action: Actions) -> None:
     and options that select from action.statistics if that is not set."""
     if action.replace_statistics:
         raise UserError(
-            f"action.replace_statistics=true, but model.path={path} has no statistics to replace; remove that key"
+            f"action.replace_statistics=true, but model.path={path} has no statistics to replace; "
+            "remove action.replace_statistics"
         )
     for key in ("statistics_key", "normalisation"):
         if vars(action)[key] is not None and action.statistics is None:
@@ -364,7 +365,9 @@ def _check_lerobot_options(path: str, action: Actions) -> None:
             "head of its own; use action.head.type=flow, or steered"
         )
     if action.standardise:
-        raise UserError(f"action.standardise is set, but model.path={path} has statistics of its own; remove that key")
+        raise UserError(
+            f"action.standardise is set, but model.path={path} has statistics of its own; remove action.standardise"
+        )
 
 
 def _restore(folder: Path, network: Network, action: Actions, state_dim: int) -> StateStatistics | None:

@@ -127,6 +127,7 @@ class GapLimit:
     def _stale_cache(self, gap: Gap) -> str:
         """Returns the name of the stale cache: the cache of encoded images if only probes with images have a large gap,
         else the key-value cache, which probes without images use too."""
+        # written with `not`, so that NaN counts as large
         images_only = gap.text is not None and gap.text <= self.value and not (gap.images or 0.0) <= self.value
         return "its cache of encoded images" if images_only else "its key-value cache"
 

@@ -80,7 +80,11 @@ def galleries(run: RunRecord, budget: int = BUDGET) -> list[Gallery]:
 
 
 def files(folder: Path, kind: str) -> dict[int | None, list[Path]]:
-    """Returns the files of a kind by step."""
+    """Returns the image and table files of a gallery, by training step.
+
+    folder: the run directory. kind: "train" or "evaluation", whose files are in samples/; or "samples", the files that
+    `mmrl sample` wrote into the run directory, which belong to no step (None).
+    """
     if kind == "samples":
         paths = sorted(path for path in folder.glob("samples*") if path.is_file())
         return {None: paths} if paths else {}

@@ -110,7 +110,7 @@ def check_address(key: str, url: str, deadline_s: float, retries: int) -> None:
     if deadline_s <= 0:
         raise ValueError(f"deadline_s must be positive, not {deadline_s}")
     if retries < 0:
-        raise ValueError(f"retries must not be negative, not {retries}")
+        raise ValueError(f"retries must be 0 or more, not {retries}")
 
 
 def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float, retries: int) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def boxes_matched(
         if golds is None:
             return None
         numbers = parse_boxes(answer)
-        if not golds or not numbers:
+        if not golds or not numbers:  # nothing to find, or no box in the response: right only if both
             return float(not golds and not numbers and states_nothing(answer))
         boxes = [pair.response_box(box, sample) for box in numbers[:MAX_BOXES]]
         gains = [[0.0 if box is None else iou(box, gold) for gold in golds] for box in boxes]

@@ -75,8 +75,11 @@ Combination = tuple[str, str, str, str, str | None]
 
 @cache
 def combinations(split: Split) -> tuple[Combination, ...]:
-    """Returns all edits of all pairs of objects in a split. One is held out if the indices of its parts sum to 3 modulo
-    4; the split depends on no seed."""
+    """Returns all edits in a split: the first of two objects gets a new color, or is removed (None).
+
+    An edit is held out if the indices of its two shapes and three colors (None counts as the last color) sum to 3
+    modulo 4, so the split needs no seed.
+    """
     shapes, colors = list(SHAPES), list(COLORS)
     selected = []
     for (first, second), first_color, second_color in product(permutations(shapes, 2), colors, colors):

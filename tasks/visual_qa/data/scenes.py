@@ -59,7 +59,7 @@ class ScenesSource:
             )
         if not 0 <= jitter <= margin:
             raise ValueError(
-                f"jitter must be 0 to {max(0, margin)} with cell={cell}, not {jitter}; raise cell or lower it"
+                f"jitter must be 0 to {max(0, margin)} with cell={cell}, not {jitter}; lower jitter or raise cell"
             )
         self.split, self.size, self.seed = split, size, seed
         self.rows, self.columns, self.cell, self.jitter, self.colours = rows, columns, cell, jitter, tuple(colours)

@@ -155,7 +155,9 @@ class Pipeline(ABC):
         """Returns a condition of the largest size on the meta device, for memory estimates. shape: the shape of the
         latents."""
         condition = {name: torch.empty(size, device="meta") for name, size in self._sizes().items()}
-        return {**condition, "source": torch.empty(shape, device="meta")} if self.condition_parts else condition
+        if self.condition_parts:  # an edit pipeline: the VAE encodes the source image to latents of the same shape
+            condition["source"] = torch.empty(shape, device="meta")
+        return condition
 
     @abstractmethod
     def _sizes(self) -> dict[str, tuple[int, ...]]:

@@ -208,19 +208,20 @@ class Normaliser:
 
 def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorFiles:
     """Reads the processor files in `folder`, and gives statistics the names under which LeRobot finds them. With
-    action.replace_statistics, the statistics in action.statistics replace the checkpoint's.
+    action.replace_statistics, the statistics in action.statistics replace the checkpoint's. Also returns which numbers
+    of state and action are constant in the statistics, and warns of them.
 
     path: model.path, for messages. Raises UserError if statistics are missing or ambiguous.
     """
     contents = {file.name: file.read_bytes() for pattern in FILES for file in sorted(folder.glob(pattern))}
-    data_set = _replacement_statistics(path, action)
+    replacement = _replacement_statistics(path, action)
     constants: dict[FeatureType, ConstantValues | None] = {"state": None, "action": None}
     for processor in (PREPROCESSOR, POSTPROCESSOR):
         normaliser = Normaliser(path, processor, contents)
         statistics_of: dict[FeatureType, Statistics] = {}
         for feature_type in NORMALISED[processor]:
             if normaliser.required_statistics(feature_type):
-                statistics = _load_statistics(normaliser, feature_type, data_set, action)
+                statistics = _load_statistics(normaliser, feature_type, replacement, action)
                 statistics_of[feature_type] = statistics
                 constants[feature_type] = constants[feature_type] or normaliser.find_constants(feature_type, statistics)
         if changed := _with_lerobot_names(normaliser, statistics_of):
@@ -233,7 +234,7 @@ def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorF
                 path,
                 numbers,
                 FEATURES[feature_type],
-                "actions always have these values"
+                "these numbers of an action are always those constants"
                 if feature_type == "action"
                 else "the policy does not see them change",
             )

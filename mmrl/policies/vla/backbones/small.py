@@ -110,7 +110,8 @@ class SmallBackbone(Backbone):
         if self.config.codes and image.shape[1:3] != (side, side):
             raise UserError(
                 f"this small network reads boards of {side} x {side} squares, but the simulator shows "
-                f"{image.shape[1]} x {image.shape[2]}; build the network for this size, or change task.options"
+                f"{image.shape[1]} x {image.shape[2]}; choose boards of {side} x {side} squares in task.options, "
+                "or a model.build that sets `squares` of SmallActionConfig to the size of yours"
             )
         for channel, num_codes in enumerate(self.config.codes):
             max_code = int(image[..., channel].max())
@@ -201,13 +202,16 @@ class Board(nn.Module):
         super().__init__()
         self.codes = config.codes
         width, size = config.width, MAPS * config.squares**2
-        # Names of parameters are those of saved models. things: embeddings of codes; weights: of words by position;
-        # sought: queries of the maps that the instruction conditions; there: the other maps; heard: numbers of the
-        # instruction alone.
+        # The names of the parameters are those in saved models.
+        # embeddings of the codes of a square, which are added up
         self.things = nn.ModuleList(nn.Embedding(n, SQUARE_WIDTH) for n in config.codes)
+        # weight of the word at each position, in each of the SUMS weighted sums of words
         self.weights = nn.Parameter(1 + torch.randn(SUMS, MAX_WORDS) / 2)
+        # from these sums: a query for each of the MAPS attention maps over the squares
         self.sought = nn.Linear(SUMS * width, MAPS * SQUARE_WIDTH)
+        # from the embedding of a square: MAPS maps that do not depend on the instruction
         self.there = nn.Linear(SQUARE_WIDTH, MAPS)
+        # from the sums of words: MAPS numbers that do not depend on the image
         self.heard = nn.Linear(SUMS * width, MAPS)
         self.layers = nn.Sequential(nn.Linear(2 * size + MAPS, width), nn.ReLU(), nn.Linear(width, width))
 

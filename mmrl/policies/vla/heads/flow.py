@@ -167,7 +167,12 @@ class FlowHead(Head):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Scores all denoising steps of the window in one forward pass; a decision is a step."""
+        """Scores the denoising steps of the window in one forward pass. Each step is one decision, so fields are
+        [n, step, ...]. Returns fields of `Replay`, and "weight" if steps are weighted.
+
+        old, reference: velocities that the policy predicted when it sampled, and those of the reference policy, or
+        None.
+        """
         points = sampled["points"].cpu()
         v = self._velocity(prefix, state, sampled["x"], self.sampler.grid.sigmas[points])
         scores = score.chain_likelihood(

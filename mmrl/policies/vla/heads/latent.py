@@ -139,10 +139,11 @@ class LatentHead(DiagonalGaussianHead):
         return {**super().encode_demonstrations(actions, seeds), **latents}
 
     def decision_mask(self, valid: Tensor, sampled: SampledChunks) -> Tensor:
-        """Returns which decisions are trained on, [n, decisions] bool: sampled latents and the exits after them, except
-        in demonstrations, and executed actions."""
+        """Returns which decisions are trained on, [n, decisions] bool: executed actions, and (not in demonstrations)
+        the sampled latents, each with the decision to exit that follows it."""
         mask = self._latent_mask(sampled["count"]) & (valid.any(1) & ~sampled["demonstrated"])[:, None]
-        return self._in_order(mask, mask[:, : self.exits], super().decision_mask(valid, sampled))
+        exit_mask = mask[:, : self.exits]  # a decision to exit follows each latent but the last possible one
+        return self._in_order(mask, exit_mask, super().decision_mask(valid, sampled))
 
     def num_latents(self, sampled: SampledChunks) -> Tensor:
         return sampled["count"]
