@@ -19,6 +19,7 @@ from mmrl.engine import Engine, Ranks, select_device
 from mmrl.errors import UserError, describe_error
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
 from mmrl.measurements.teachers import Teacher
+from mmrl.policies.settings import ModelSettings
 from mmrl.protocols.abilities import require_ability
 from mmrl.protocols.columns import check_column
 from mmrl.protocols.parts import (
@@ -110,15 +111,25 @@ def pass_unjudged_gates(task: TaskSettings, gates: Container[str]) -> TaskSettin
     return task.model_copy(update={"rewards": rewards})
 
 
+def check_model(model: ModelSettings) -> None:
+    """Raises UserError if no model is named, or model.path is a folder that does not exist. Reads no file, so that
+    this is said before a dataset is downloaded."""
+    path = model.path
+    if path is None and model.build is None:
+        raise UserError("model.path is not set: give a folder or a hub name, such as Qwen/Qwen2.5-VL-3B-Instruct")
+    is_folder = path is not None and (path.startswith(("/", ".", "~")) or path.count("/") > 1)
+    if path is not None and is_folder and not Path(path).exists():
+        raise UserError(f"model.path={path}: there is no such folder; a name on the Hugging Face hub is user/model")
+
+
 def build_policy(config: Config, task: Task) -> Policy:
     """Builds the policy from model.path, or from the files that the function model.build writes into a temporary
-    folder. Raises UserError where both are null, where the function fails, and as `load_policy`."""
+    folder. Raises UserError where the function fails, and as `check_model` and `load_policy`."""
     choose_kernels(config)
     model = config.model
+    check_model(model)
     if model.build is None:
-        if model.path is None:
-            raise UserError("model.path is not set: give a folder or a hub name, such as Qwen/Qwen2.5-VL-3B-Instruct")
-        return load_policy(config, task, model.path)
+        return load_policy(config, task, str(model.path))
     # Each rank writes its own copy: the function is deterministic and ranks may not share a disk.
     folder = tempfile.mkdtemp(prefix="mmrl-model-")
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mmrl import trainer
-from mmrl.build import build_engine, build_generator, build_policy, build_task
+from mmrl.build import build_engine, build_generator, build_policy, build_task, check_model
 from mmrl.checkpoints import check_run_dir, check_warm_start
 from mmrl.checkpoints.data import record
 from mmrl.checkpoints.starting import read_origin
@@ -122,6 +122,7 @@ class Job:
         if config.engine.deterministic:
             use_deterministic_kernels()
         torch.manual_seed(config.seed)
+        check_model(config.model)
         self.task = build_task(config)
         if self._trains and self.task.train is None:
             raise UserError("the task has no training prompts, only held-out ones; name a training file in task.data")

@@ -90,6 +90,16 @@ def test_the_real_command_line_ends_in_order_after_a_late_error(tmp_path):
         (["task.rewards=[{name: exact_mach}]"], "unknown reward 'exact_mach' (did you mean 'exact_match'?)"),
         (["task.rewards=[{name: exact_match, wait: 2}]"], "wait"),
         (["model.build=null"], "model.path is not set"),
+        (["model.build=null", "model.path=./nowhere"], "model.path=./nowhere: there is no such folder; a name on the"),
+        (["model.build=null", "model.path=runs/a/final"], "model.path=runs/a/final: there is no such folder"),
+        (  # before the data set is downloaded
+            [
+                "task.data={type: huggingface, name: user/questions, train_split: a, eval_split: b}",
+                "model.build=null",
+                "model.path=/nowhere",
+            ],
+            "model.path=/nowhere: there is no such folder",
+        ),
         (["model.build=tasks.visual_qa.tiny_model:bild"], "model.build=tasks.visual_qa.tiny_model:bild"),
         (["model.freeze=[vision, connector, language]"], "model.freeze leaves no parameter to train"),
         ([*GRPO, "algorithm.surrogate.cap=2"], "unknown key algorithm.surrogate.cap; valid keys: type, low, high"),
