@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import argparse
 import errno
-import gc
-import json
 import logging
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmrl.children.processes import end_with_starter
+from mmrl.cli.evaluation import config_and_overrides, run_eval, run_sample
+from mmrl.cli.training import run_train
 from mmrl.errors import UserError, printable
 from mmrl.runtime.lazy_imports import defer_imports
 from mmrl.runtime.logging import quieten_environment
 
 quieten_environment()  # before anything heavy is imported
 defer_imports()
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from mmrl.config import Config
-    from mmrl.job import Job
 
 SKELETONS = [
     *("task", "reward", "tool", "simulator", "environment", "algorithm", "term", "shaper", "mask", "surrogate"),
@@ -300,228 +292,6 @@ def run_recipes(options: argparse.Namespace) -> int:
     return show(describe_recipes(options.name))
 
 
-def run_train(options: argparse.Namespace) -> int:
-    """Runs `mmrl train`: prints the configuration, estimates memory, makes a dry run of one step, or trains. Returns
-    the exit code."""
-    from mmrl.config import load, to_yaml
-
-    config = load(options.config, options.overrides)
-    if options.print_config:
-        print(to_yaml(config), end="")
-        return 0
-    if not options.dry_run:
-        if options.gpu or options.ranks:
-            raise UserError("--gpu and --ranks need --dry-run, which estimates the job's memory on such GPUs")
-        return train(config)
-    if options.gpu:
-        print("\n".join(memory_report(options)))
-        return 0
-    if options.ranks:
-        raise UserError("--ranks needs --gpu, such as --gpu 80 --ranks 8; to run a step on several ranks use torchrun")
-    from mmrl.job import before_warm_start
-
-    print_memory(options)
-    config = before_warm_start(config)
-    with tempfile.TemporaryDirectory(prefix="mmrl-dry-run-") as folder:
-        return train(dry_run_config(config, folder), dry=True)
-
-
-def memory_report(options: argparse.Namespace) -> list[str]:
-    """Returns lines on the memory that the job needs on the GPUs in options.gpu. Raises UserError if it cannot be
-    estimated."""
-    from mmrl.config import load
-    from mmrl.doctor.memory_plan import Gpu, memory_lines
-
-    def load_config(overrides: Sequence[str]) -> Config:
-        return load(options.config, [*options.overrides, *overrides])
-
-    return memory_lines(load_config, options.ranks or 1, [Gpu.parse(text) for text in options.gpu.split(",")])
-
-
-def print_memory(options: argparse.Namespace) -> None:
-    """Prints the memory that the job needs on this machine's GPUs, if there are any; only on rank 0."""
-    import torch
-
-    if not torch.cuda.is_available() or os.environ.get("RANK", "0") != "0":
-        return
-    options.ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    options.gpu = f"{torch.cuda.mem_get_info()[1] / 2**30:.1f}"
-    try:
-        print("\n".join(memory_report(options)), flush=True)
-    except UserError as error:
-        print(f"memory is not estimated: {error}", flush=True)
-
-
-def dry_run_config(config: Config, folder: str) -> Config:
-    """Returns the configuration of a dry run: one step, four evaluation prompts, no checkpoints, run_dir=folder."""
-    evaluation = config.evaluation.model_copy(update={"before": False, "every": 0, "prompts": 4})
-    checkpoint = config.checkpoint.model_copy(update={"every": 0, "resume": False, "best": False})
-    update = {"steps": 1, "run_dir": folder, "evaluation": evaluation, "checkpoint": checkpoint}
-    return config.model_copy(update=update)
-
-
-def train(config: Config, *, dry: bool = False) -> int:
-    """Trains the job and prints its last line. dry: it is a dry run, so the batch arithmetic is printed first.
-
-    Returns the exit code: 0, or 128 + the number of the signal that stopped the run.
-    """
-    gc.disable()  # building a job makes many objects and hardly any garbage
-    from mmrl.job import Job, RunEnded, WarmStartStopped
-
-    try:
-        with Job(config) as job:
-            gc.freeze()  # the job's objects live until the end: no collection needs to scan them
-            gc.enable()
-            if dry and job.ranks.rank == 0:
-                print(batch_arithmetic(job.config, job.ranks.world, job.policy.module), flush=True)
-            job.train()
-            if job.ranks.rank == 0:
-                print(last_line(job, dry), flush=True)
-            stopped = job.stopped
-    except RunEnded as ended:
-        if os.environ.get("RANK", "0") == "0":
-            print(ended, flush=True)
-        return 0
-    except WarmStartStopped as ended:
-        print(ended, flush=True)
-        return 128 + ended.signum
-    return 128 + stopped if stopped else 0
-
-
-def last_line(job: Job, dry: bool) -> str:
-    """Returns the line that a run ends with: how to continue it, or its summary."""
-    if job.stopped:
-        return f"stopped at step {job.step} and saved; to continue, repeat the command with checkpoint.resume=auto"
-    return "dry run: one step done, nothing saved" if dry else summary(job.accuracies, Path(job.config.run_dir))
-
-
-def summary(accuracies: dict[str, float], folder: Path) -> str:
-    """Returns the change of held-out accuracy from the first to the last evaluation, if any, and the run directory."""
-    if len(accuracies) < 2:
-        return f"run directory {folder}"
-    first, last = list(accuracies.values())[0], list(accuracies.values())[-1]
-    return f"held-out accuracy before {first:.4f}, after {last:.4f} ({last - first:+.4f})\nrun directory {folder}"
-
-
-def run_eval(options: argparse.Namespace) -> int:
-    """Runs `mmrl eval`: evaluates a model on held-out prompts or episodes, and writes the results as JSON."""
-    from mmrl.evaluation.protocol import RESULTS_FILE, add_line
-    from mmrl.job import Job
-    from mmrl.report.run import versions
-    from mmrl.settings import plain
-    from mmrl.tasks.manipulation.settings import ManipulationSettings
-
-    with Job.from_weights(options.model, *config_and_overrides(options)) as job:
-        config = job.config
-        if isinstance(config.task, ManipulationSettings):
-            return eval_episodes(options, job)
-        result, _, _ = job.measure()
-        rank = job.ranks.rank
-    protocol = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
-    protocol["sample"] = plain(config.sample)
-    if rank == 0:
-        command = ["mmrl", "eval", options.model, *options.overrides]
-        add_line(output_path(options.model, RESULTS_FILE), command, protocol, metrics=result)
-        write_evaluation(options.model, {**result, "protocol": protocol, "versions": versions()})
-    return 0
-
-
-def eval_episodes(options: argparse.Namespace, job: Job) -> int:
-    """Evaluates a robot policy on held-out episodes and writes the results as JSON.
-
-    Episodes are played with greedy decoding, with sampling, or both, as evaluation.decoding says; once for an action
-    head without temperature. Episodes that an earlier, stopped evaluation with the same protocol has played are read
-    from its journal files, which are removed at the end.
-    """
-    from mmrl.evaluation import protocol as protocols
-    from mmrl.evaluation.evaluate import Journal
-    from mmrl.policies.vla.settings import EpisodeEvaluation
-
-    task, ranks = job.task, job.ranks
-    policy: Any = job.policy
-    protocol = protocols.protocol(job.config, task, policy.action.chunk)
-    by_decoding: dict[str, dict[str, Any]] = {}
-    record: dict[str, Any] = {}
-    journal_files: list[Path] = []
-    settings = job.config.evaluation
-    mode = settings.decoding if isinstance(settings, EpisodeEvaluation) else "sampled"
-    for decoding in ("greedy", "sampled") if mode == "both" else (mode,):
-        if decoding == "sampled":
-            policy.evaluation_temperature = policy.temperature.value
-        digest = protocols.digest({**protocol, "decoding": decoding}, options.model)
-        journal = Journal(output_path(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), digest)
-        if journal.parts:
-            print(f"continuing after {journal.episodes} episodes ({decoding}) of an earlier evaluation")
-        result, samples, _ = job.measure(protocol["episodes"], journal)
-        journal_files.append(journal.file)
-        if not record:
-            print("\n".join(protocols.protocol_lines(protocol, policy.evaluation_temperature)))
-            record = {**result, "protocol": protocol, "versions": protocol["versions"]}
-        all_samples = [sample for rank_samples in ranks.gather(samples) for sample in rank_samples]
-        by_decoding[decoding] = protocols.rates_by_task(task, all_samples)
-        for name, rates in by_decoding[decoding].items():
-            print(protocols.success_line(name, decoding, rates))
-    if ranks.rank == 0:
-        command = ["mmrl", "eval", options.model, *options.overrides]
-        protocols.add_line(output_path(options.model, protocols.RESULTS_FILE), command, protocol, found=by_decoding)
-        write_evaluation(options.model, {**record, **by_decoding})
-    for file in journal_files:
-        file.unlink()
-    return 0
-
-
-def config_and_overrides(options: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """Splits the arguments after RUN into the configuration file, if any, and the overrides.
-
-    An argument is a file if it has no equals sign or such a file exists. Raises UserError if there are several files.
-    """
-    arguments = list(options.overrides)
-    files = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
-    if len(files) > 1:
-        raise UserError(f"give one configuration, not {len(files)}: {' '.join(files)}; overrides are KEY=VALUE")
-    return (files[0] if files else None), [argument for argument in arguments if argument not in files]
-
-
-def write_evaluation(model: str, record: dict[str, Any]) -> None:
-    """Prints the metrics of an evaluation and writes the whole record as JSON beside the model."""
-    from mmrl.report.run import replace
-
-    for name, value in record.items():
-        if isinstance(value, float):
-            print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
-    target = output_path(model, "evaluation.json")
-    replace(target, json.dumps({"model": model, **record}, indent=2).encode())
-    print(f"written to {target}")
-
-
-def run_sample(options: argparse.Namespace) -> int:
-    """Runs `mmrl sample`: prints rollouts of held-out prompts, and writes them to samples.html."""
-    from mmrl.job import Job
-    from mmrl.report.run import write_samples
-
-    config, overrides = config_and_overrides(options)
-    job = Job.from_weights(options.model, config, overrides)
-    if "action" in type(job.config).model_fields:
-        # a robot policy: keep the images of episodes, for their videos
-        job = Job.from_weights(options.model, config, [*overrides, "action.film=true"])
-    with job:
-        _, samples, accuracies = job.measure(options.count)
-    for sample, accuracy in zip(samples, accuracies, strict=True):
-        media = "an image" if sample.image is not None else "a video"
-        is_text = sample.image is None and sample.frames is None
-        output = repr(sample.response) if is_text else f"{media}, accuracy {accuracy:.3g}"
-        answer = "" if sample.prompt.answer is None else f" (answer {sample.prompt.answer!r})"
-        print(f"{sample.prompt.text!r} -> {output}{answer}")
-    written = write_samples(output_path(options.model, "samples.html"), samples, {"accuracy": accuracies})
-    print(f"written to {', '.join(map(str, written))}")
-    return 0
-
-
-def output_path(model: str, name: str) -> Path:
-    """Returns the path of a result file: in the folder `model`, or in the working directory for a model on the hub."""
-    return Path(model if Path(model).is_dir() else ".") / name
-
-
 def run_serve(options: argparse.Namespace) -> int:
     from mmrl.cli.serve import read_key, serve_model
     from mmrl.job import Job
@@ -731,27 +501,6 @@ def run_doctor(options: argparse.Namespace) -> int:
     checks = list(check_installation())
     print("\n".join(report_lines(checks)))
     return 1 if any(check.required and check.fix for check in checks) else 0
-
-
-def batch_arithmetic(config: Config, world: int, module: Module) -> str:
-    """Returns lines on the sizes of batches and an estimate of memory, for a dry run. world: the number of ranks."""
-    from mmrl.engine import memory_estimate
-
-    rollouts, micro = config.rollouts_per_step, config.engine.micro_batch
-    per_rank, tokens = rollouts // world // config.algorithm.minibatches, config.engine.token_limit
-    moments = len(config.optim.moments)
-    memory = memory_estimate(module, config.engine.zero_stage, world, config.model.dtype, moments)
-    return "\n".join(
-        [
-            f"prompts {config.rollout.prompts} x group size {config.group_size} = {rollouts} rollouts a step",
-            f"{rollouts} rollouts = {world} ranks x {config.algorithm.minibatches} minibatches x {per_rank} rollouts, "
-            f"replayed as {-(-per_rank // micro)} micro-batches of up to {micro}"
-            + ("" if tokens is None else f", or more of up to {tokens} tokens"),
-            f"{config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches = "
-            f"{config.algorithm.epochs * config.algorithm.minibatches} optimizer steps a step",
-            *memory,
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("openvla: a coarser JPEG", OPENVLA, "quality=95", "quality=75", IMAGES),
     ("openvla: cameras of other rows", OPENVLA, '"(n c) p w -> n (c p) w"', '"(c n) p w -> n (c p) w"', IMAGES),
     ("openvla: patches of one camera are counted", OPENVLA, "len(ids) + cameras * vit", "len(ids) + vit", IMAGES),
-    ("eval: a flow is played twice", "mmrl/cli/main.py", 'EpisodeEvaluation) else "sampled"',
+    ("eval: a flow is played twice", "mmrl/cli/evaluation.py", 'EpisodeEvaluation) else "sampled"',
      'EpisodeEvaluation) else "both"', ("evaluation/test_evaluation_lines.py",)),
     ("backbone: blocks do not look at later tokens' past", SMALL, "self.block_inputs[i] = torch.cat([self.block_inputs[i], h], 1)",
      "self.block_inputs[i] = self.block_inputs[i] if h.shape[1] == 1 else torch.cat([self.block_inputs[i], h], 1)", LOOKS),

@@ -99,6 +99,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "last_hidden(model, rows", PLAN),
     ("plan: fewer tokens are not offered", "mmrl/doctor/memory_plan.py", "micro_tokens={engine['micro_tokens'] // 2}",
      "micro_tokens={engine['micro_tokens']}", PLAN),
-    ("plan: the dry run hides the bound", "mmrl/cli/main.py", '"" if tokens is None else', '"" if True else',
+    ("plan: the dry run hides the bound", "mmrl/cli/training.py", '"" if tokens is None else', '"" if True else',
      ("cli/test_cli.py",)),
 ]

@@ -210,7 +210,7 @@ def memory(name: str) -> float:
 
 def train_mmrl(folder: Path, options: argparse.Namespace, meter: Meter) -> None:
     from mmrl import config, trainer
-    from mmrl.cli import main as cli
+    from mmrl.cli.training import train
 
     class Timed(trainer.Trainer):
         def loop(self) -> None:
@@ -225,7 +225,7 @@ def train_mmrl(folder: Path, options: argparse.Namespace, meter: Meter) -> None:
 
     trainer.Trainer = Timed  # type: ignore[misc]
     shutil.rmtree(folder / "run", ignore_errors=True)
-    cli.train(config.load(CONFIG, [*overrides(folder, options), *options.set]))
+    train(config.load(CONFIG, [*overrides(folder, options), *options.set]))
 
 
 def overrides(folder: Path, options: argparse.Namespace) -> list[str]:

@@ -132,7 +132,7 @@ def overrides(options: argparse.Namespace) -> list[str]:
 def train_mmrl(options: argparse.Namespace) -> Outcome:
     import mmrl.trainer
     from mmrl import config
-    from mmrl.cli import main as cli
+    from mmrl.cli.training import train
 
     ends: list[tuple[float, float]] = []
     usual = mmrl.trainer.Trainer
@@ -143,7 +143,7 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
             ends.append(visual_qa.now())
 
     mmrl.trainer.Trainer = Timed  # type: ignore[misc]
-    cli.train(config.load(ROOT / CONFIG, overrides(options)))
+    train(config.load(ROOT / CONFIG, overrides(options)))
     lines = [json.loads(line) for line in (Path(options.out) / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line]
     return ends[: len(steps)], [line["accuracy"] for line in steps], [line["turns/tool_share"] for line in steps]

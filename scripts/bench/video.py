@@ -132,7 +132,7 @@ def build(folder: Path) -> None:
 def train(folder: Path, options: argparse.Namespace, meter: Meter) -> list[float]:
     """MiB that the rollouts of each counted step hold."""
     from mmrl import config, trainer
-    from mmrl.cli import main as cli
+    from mmrl.cli import training
     from mmrl.policies.diffusion.decisions.records import ImageRecord
 
     stored: list[float] = []
@@ -160,7 +160,7 @@ def train(folder: Path, options: argparse.Namespace, meter: Meter) -> list[float
             meter.end_step()
 
     trainer.Trainer = Timed  # type: ignore[misc]
-    cli.train(config.load(CONFIG, [*overrides(folder, options), *ARMS[options.arm], *options.set]))
+    training.train(config.load(CONFIG, [*overrides(folder, options), *ARMS[options.arm], *options.set]))
     return stored[1:]
 
 

@@ -253,7 +253,7 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
     import mmrl.engine
     import mmrl.policies.vlm.policy  # noqa: F401
     from mmrl import config
-    from mmrl.cli import main as cli
+    from mmrl.cli.training import train
     from mmrl.trainer import Trainer
 
     class Timed(Trainer):
@@ -286,7 +286,7 @@ def train_mmrl(options: argparse.Namespace) -> Outcome:
         "checkpoint.best": "false",
         "log.samples_every": 0,
     }
-    cli.train(config.load(CONFIG, [*asked(options), *(f"{key}={value}" for key, value in overrides.items())]))
+    train(config.load(CONFIG, [*asked(options), *(f"{key}={value}" for key, value in overrides.items())]))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return idle, ends, [row["accuracy"] for row in rows if "time/step" in row]
 

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from mmrl import checkpoints, job
-from mmrl.cli import main as cli
+from mmrl.cli.training import train
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.report.lock import LOCK_FILE, RunLock, start_ticks, this_process
@@ -322,14 +322,14 @@ input()
 def test_a_signal_that_stops_a_warm_start_stops_its_job(recipes, monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(job, "run_command", lambda command: commands.append(command) or 128 + signal.SIGTERM)
-    assert cli.train(load(recipes / "after.yaml")) == 128 + signal.SIGTERM
+    assert train(load(recipes / "after.yaml")) == 128 + signal.SIGTERM
     assert commands[0][1:] == ["-m", "mmrl", "train", str(recipes / "base.yaml"), "checkpoint.resume=auto"]
     assert capsys.readouterr().out.endswith(
         f"SIGTERM stopped the warm start {recipes / 'base.yaml'}; run the same command again to resume it\n"
     )
     monkeypatch.setattr(job, "run_command", lambda command: 1)
     with pytest.raises(UserError, match="failed; see its output above"):
-        cli.train(load(recipes / "after.yaml"))
+        train(load(recipes / "after.yaml"))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl import build
-from mmrl.cli.main import train as run
+from mmrl.cli.training import train as run
 from mmrl.config import load, to_yaml
 from mmrl.report.run import Run
 from mmrl.trainer import Trainer
