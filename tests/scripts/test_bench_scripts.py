@@ -307,7 +307,7 @@ def test_the_arms_of_the_comparison_with_trl_get_the_questions_that_mmrl_draws(b
         made.append(config)
         finish(Path(config.run_dir), accuracy=0.5)
 
-    monkeypatch.setattr(cli, "train", train)
+    monkeypatch.setattr("mmrl.cli.training.train", train)
     monkeypatch.setattr("mmrl.trainer.Trainer", Trainer)  # puts back what the script replaces
     assert visual_qa.train_mmrl(bench_options)[2] == [0.5] * 4
     config = made[0]
