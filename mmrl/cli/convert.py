@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from mmrl import moved
-from mmrl.cli.external_files import Settings, flatten, number
+from mmrl.cli.external.files import Settings, flatten, number
 from mmrl.cli.former_kinds import with_current_names
 from mmrl.config import validate
 from mmrl.errors import UserError

@@ -423,7 +423,7 @@ def run_convert(options: argparse.Namespace) -> int:
     if options.source.is_dir():
         return run_model_conversion(options)
     from mmrl.cli.convert import convert_former, convert_robot_recipe
-    from mmrl.cli.external_recipes import convert_external
+    from mmrl.cli.external.recipes import convert_external
 
     if options.chunk is not None:
         raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not; leave it out")

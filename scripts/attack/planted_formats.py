@@ -5,8 +5,8 @@ from __future__ import annotations
 
 F, ENCODER, ROWS = "mmrl/preflight/fitting.py", "mmrl/policies/vlm/responses/fitting.py", "tasks/visual_qa/data/rows.py"
 FITTING, DATA, RECORDED = ("checks/test_fitting.py",), "mmrl/checkpoints/data.py", ("checkpoints/test_data.py",)
-FILES, RULES, PARTS = "mmrl/cli/external_files.py", "mmrl/cli/external_rules.py", "mmrl/cli/external_part_rules.py"
-RECIPES, THEIRS = "mmrl/cli/external_recipes.py", ("cli/test_external_recipes.py",)
+FILES, RULES, PARTS = "mmrl/cli/external/files.py", "mmrl/cli/external/rules.py", "mmrl/cli/external/part_rules.py"
+RECIPES, THEIRS = "mmrl/cli/external/recipes.py", ("cli/test_external_recipes.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [

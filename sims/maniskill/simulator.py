@@ -89,7 +89,7 @@ class ManiSkill:
             _spec(task)
             if task not in by_task:
                 raise UserError(
-                    f"maniskill: mmrl has no instruction for {task}; set task.options.instructions={{{task}: ...}}"
+                    f"maniskill: mmrl has no instruction for {task}; set instructions={{{task}: ...}} in task.options"
                 )
         self._blocks = [
             RowBlock(range(first, first + rows), recipe, max_steps, end_on_success) for first in range(0, count, rows)

@@ -177,7 +177,10 @@ def test_a_machine_without_a_compiler_runs_and_one_line_says_so(tmp_path):
     refused = mmrl(
         tmp_path, "train", recipe, *settings, f"run_dir={tmp_path / 'other'}", "kernels.backend=cpu", **nothing
     )
-    assert (refused.code, refused.err) == (2, "mmrl: kernels.backend=cpu: no C++ compiler found; correct this, or set kernels.backend=auto\n")
+    assert (refused.code, refused.err) == (
+        2,
+        "mmrl: kernels.backend=cpu: no C++ compiler found; correct this, or set kernels.backend=auto\n",
+    )
 
 
 def test_help_answers_without_the_heavy_imports():
@@ -198,7 +201,10 @@ def test_a_run_is_evaluated_and_sampled_with_its_own_configuration(warm, tmp_pat
     assert (result.code, result.err) == (0, "") and len(result.out.splitlines()) == 3 + 1
     assert (warm / "final" / "samples.html").unlink() is None
     result = mmrl(tmp_path, "eval", warm, "seed=3", WARM_START, "also.yaml")
-    assert (result.code, result.err) == (2, f"mmrl: give one configuration, not 2: {WARM_START} also.yaml; overrides are KEY=VALUE\n")
+    assert (result.code, result.err) == (
+        2,
+        f"mmrl: give one configuration, not 2: {WARM_START} also.yaml; overrides are KEY=VALUE\n",
+    )
     result = mmrl(tmp_path, "eval", warm, "none.yaml")
     assert (result.code, result.err) == (2, "mmrl: no configuration file none.yaml\n")
 

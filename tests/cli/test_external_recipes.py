@@ -3,8 +3,8 @@ ours: the converted file loads, and its values are those that were written."""
 
 import pytest
 
-from mmrl.cli.external_files import python_settings, read_settings
-from mmrl.cli.external_recipes import LIBRARIES, RULES, convert_external, external_key_table
+from mmrl.cli.external.files import python_settings, read_settings
+from mmrl.cli.external.recipes import LIBRARIES, RULES, convert_external, external_key_table
 from mmrl.cli.main import main
 from mmrl.config import load
 from mmrl.errors import UserError

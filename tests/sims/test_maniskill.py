@@ -149,7 +149,7 @@ def test_what_does_not_exist_is_named(state):
         ({"tasks": ["PickSingleYCB-v1"]}, "ycb.* mani_skill.utils.download_asset PickSingleYCB-v1"),
         ({"tasks": ["PickCubeWidowXAI-v1"]}, "Robot widowxai .*mani_skill.utils.download_asset widowxai"),
         ({"tasks": ["StackPyramid-v1"], "reward": "dense"}, "StackPyramid-v1 cannot be made with .*reward=dense"),
-        ({"tasks": ["TwoRobotPickCube-v1"]}, "mmrl has no instruction for TwoRobotPickCube-v1; set one"),
+        ({"tasks": ["TwoRobotPickCube-v1"]}, "mmrl has no instruction for TwoRobotPickCube-v1; set instructions="),
         ({"tasks": [PICK, "PickCubeSO100-v1"]}, "cannot be trained together: their actions have 8 and 6 numbers"),
     ]:
         with pytest.raises(UserError, match=says):

@@ -1,6 +1,6 @@
 """Rules that convert settings of other libraries about the model, data, rewards, denoising and robots.
 
-A rule is a function (value, converted, source), as in `external_rules`.
+A rule is a function (value, converted, source), as in `rules`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmrl.cli.convert import Converted, Settings, set_weights
-from mmrl.cli.external_rules import Rule, get_setting
+from mmrl.cli.external.rules import Rule, get_setting
 from mmrl.errors import UserError
 
 # The names in mmrl of the values of sde_type in flow_grpo.

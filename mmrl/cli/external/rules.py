@@ -2,7 +2,7 @@
 
 A rule is a function (value, converted, source): the value of one key, the Converted configuration that it writes into,
 and all settings of the other library by dotted keys. `mmrl/settings/external_keys.json` names the rule of a key;
-`external_part_rules` has the rules of everything else.
+`part_rules` has the rules of everything else.
 """
 
 from __future__ import annotations

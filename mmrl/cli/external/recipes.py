@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mmrl import settings as settings_package
-from mmrl.cli import external_part_rules as parts
-from mmrl.cli import external_rules as rules
 from mmrl.cli.convert import INFRASTRUCTURE, ROBOT_SETTINGS, Converted, Settings, set_crop, set_suite
-from mmrl.cli.external_files import read_settings
-from mmrl.cli.external_rules import Rule
+from mmrl.cli.external import part_rules as parts
+from mmrl.cli.external import rules
+from mmrl.cli.external.files import read_settings
+from mmrl.cli.external.rules import Rule
 from mmrl.errors import UserError
 
 _KEY_PATTERN = re.compile(r"^[a-z_]+(\.[a-z_]+)*$")

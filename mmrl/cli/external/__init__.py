@@ -1,0 +1,1 @@
+"""Configurations of other systems, converted to those of mmrl by `mmrl convert`."""
