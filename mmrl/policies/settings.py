@@ -47,6 +47,7 @@ class LoRA(Section):
 
     @model_validator(mode="after")
     def _no_dropout(self) -> LoRA:
+        """Raises ValueError for a dropout other than 0."""
         if self.dropout != 0.0:
             raise ValueError(
                 f"dropout={self.dropout} must be 0: with dropout a replay does not give the probabilities of sampling, "
@@ -84,6 +85,7 @@ class ModelSettings(Choice):
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSettings:
+        """Raises ValueError if more than one of path, build and warm_start is set."""
         keys = [key for key in ("path", "build", "warm_start") if vars(self)[key] is not None]
         if len(keys) > 1:
             raise ValueError(

@@ -60,6 +60,7 @@ def load(path: str, settings: AutoregressiveImageModel, config: JobConfig) -> Im
         tokenizer,
         drawing,
         max_prompt_length=limits.max_prompt_length,
+        # demonstrations are not sampled; they are scored at temperature 1
         temperature=limits.temperature if isinstance(limits, ImageTokenSampling) else constant(1.0),
         evaluation_temperature=config.evaluation.temperature,
         reasoning_length=limits.reasoning_length,

@@ -53,7 +53,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def model_config(path: str) -> PreTrainedConfig:
-    """Returns the configuration of a model; those in PUBLISHED need no download. Raises UserError as
+    """Returns the configuration of a model, without a download for a model in PUBLISHED. Raises UserError as
     `load_config` does."""
     if path not in PUBLISHED:
         return load_config(path)

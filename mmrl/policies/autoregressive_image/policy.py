@@ -141,6 +141,7 @@ class ImageTokenPolicy:
 
         model: `self.module`, or the engine that wraps it; called once. Image tokens are scored with the guidance of
         rollouts, with a gradient through the unconditional pass too; text tokens and demonstrations without guidance.
+        Rollouts with text also get the index of each decision's segment, text or image.
         """
         records: list[ImageTokenRecord] = rollouts.inputs
         guidance = 1.0 if isinstance(self.drawing, ImageTokenDemonstrations) else self.drawing.guidance

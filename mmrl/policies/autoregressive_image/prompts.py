@@ -131,6 +131,7 @@ class ImageTokenPrompts:
         """
         # the tokens after the text in a row, without the last image token, from which no token is predicted
         tokens_after = len(self.writer.between) + self.writer.tokens_per_image - 1
+        # without texts the tokenizer may lack an end token (`or 0`); `text` then has no columns
         text = torch.full((len(records), self.reasoning_length), self.tokenizer.eos_token_id or 0)
         text_start = torch.tensor([width - tokens_after - len(record.text) for record in records])[:, None]
         for i, record in enumerate(records):

@@ -36,7 +36,8 @@ class ImageTokenSampler:
     def _sample(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], temperature: float, guidance: float
     ) -> list[ImageTokenRecord]:
-        """Samples as `sample` does, while gradient checkpointing is off."""
+        """Samples as `sample` does; the caller has switched gradient checkpointing off. Images of temperature 0 are
+        recorded with temperature 1, at which replay then computes their log-probabilities."""
         prompt_ids = [self.prompts.encode_prompt(prompt) for prompt in prompts]
         texts = (
             self._sample_texts(prompt_ids, seeds, temperature)
@@ -63,7 +64,8 @@ class ImageTokenSampler:
         ]
 
     def _sample_texts(self, prompt_ids: list[Tensor], seeds: Sequence[int], temperature: float) -> list[Tensor]:
-        """Samples the text before each image, [text token]: up to its end token, or to the maximum length."""
+        """Samples the text before each image, [text token]: up to its end token, or to the maximum length.
+        temperature: 0 takes the most likely tokens."""
         device = self.prompts.device
         generators = [torch.Generator(device).manual_seed(derive_seed(int(seed), TEXT_SEED) % 2**63) for seed in seeds]
         ids, mask = self.prompts.collate(prompt_ids)

@@ -161,9 +161,9 @@ class JanusWriter(ImageTokenWriter):
         self.between = (tokenizer.convert_tokens_to_ids(str(begin_token)),)
 
     def hidden(self, model: nn.Module, ids: Tensor, mask: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
-        """Returns the last hidden states of `ids` [row, token]. Text and image tokens have separate embeddings: each
-        table is applied to all tokens, with valid ids in place of those of the other table, and the right result is
-        selected."""
+        """Returns the last hidden states of `ids` [row, token]. Text and image tokens have separate embedding tables.
+        Each table embeds all tokens, with valid ids in place of ids that it does not have; then the embedding from its
+        own table is selected for each token."""
         core = core_of(model)
         is_image = ids >= self.first
         text_embeddings = core.get_input_embeddings()(ids.masked_fill(is_image, 0))
@@ -192,8 +192,9 @@ class JanusWriter(ImageTokenWriter):
         return conditional.where(keep, torch.tensor(tokenizer.pad_token_id))
 
     def image_input(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """Returns the tokens of an input image, [token]: a begin-of-image token, a placeholder for each feature of the
-        vision tower, with which Janus reads images, and an end-of-image token. tokens: not used."""
+        """Returns the tokens of an input image, [token]: the begin-of-text token, a begin-of-image token, a placeholder
+        for each feature of the vision tower, with which Janus reads images, and an end-of-image token. The first and
+        the last are left out if the tokenizer has none. tokens: not used."""
         end = tokenizer.special_tokens_map.get("eoi_token")
         last = [] if end is None else [tokenizer.convert_tokens_to_ids(str(end))]
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -252,7 +253,8 @@ def freeze_untrained(model: nn.Module) -> None:
 
 
 def cached_path(path: str, name: str) -> Path | None:
-    """Returns the local path of a file of a model, None if the model has no such file. path: folder or hub name."""
+    """Returns the local path of a file of a model, which is downloaded if necessary; None if the model has no such file
+    or the hub cannot be reached. path: folder or hub name."""
     file = cached_file(
         path,
         name,

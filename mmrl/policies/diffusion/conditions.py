@@ -21,8 +21,8 @@ class PromptConditions:
         self._truncated = 0  # prompts that were longer than the encoders' token limit
 
     def encode(self, inputs: Sequence[ConditionInputs], shape: Shape) -> list[Condition]:
-        """Returns one condition per input, for latents of `shape`, from the cache if it is there. Equal inputs share
-        one object."""
+        """Returns one condition per input, for latents of `shape`. Cached conditions are not computed again. Equal
+        inputs share one object."""
         objects = {id(item): item for item in inputs}  # rows of a group share one object; comparing contents is slow
         distinct = list(dict.fromkeys(objects.values()))
         # the condition of a text alone does not depend on the shape of latents

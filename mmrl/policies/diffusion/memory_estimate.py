@@ -125,9 +125,11 @@ def parts(
     family = family_of(name, own_class, f"model.path={path}")
     components = {}
     for part in (family.trained, "vae"):
+        # diffusers imports its classes when they are first used; until then they are not in vars()
         component = vars(diffusers).get(index[part][1]) or diffusers.__getattr__(index[part][1])
         config = component.load_config(base, subfolder=part)
         components[part] = (index[part][1], {key: value for key, value in config.items() if not key.startswith("_")})
+    # without encoders that the pipeline lacks: the index has no entry for them, or [None, None]
     encoders = {
         part: float(_parameters(base, part, index[part][1])) for part in family.encoders if index.get(part, [None])[0]
     }
@@ -226,6 +228,7 @@ def rows_per_rollout(config: JobConfig) -> int:
     likelihood = denoising.likelihood
     if isinstance(likelihood, ImageChain):
         window = likelihood.window
+        # a window without a size holds all steps
         return int(plain(window).get("size") or denoising.steps)
-    fields = plain(likelihood)
+    fields = plain(likelihood)  # draws: noise levels of a rollout; steps: the last denoising steps
     return int(fields.get("draws") or fields.get("steps") or 1)

@@ -161,6 +161,7 @@ def _pipeline(
     absent |= {part: None for part in family.encoders if not encoders and part in index}
     tokenizers = [encoder.replace("text_encoder", "tokenizer") for encoder in needed]
     for part in (family.trained, "vae", "scheduler", *needed, *tokenizers):
+        # whether a component's folder exists can be checked only for a local pipeline
         present = part in index and part not in absent and (not Path(base).is_dir() or (Path(base) / part).is_dir())
         if not present and part.replace("tokenizer", "text_encoder") not in family.optional:
             raise UserError(f"{where} has no {part}, which {name} needs; take a complete pipeline")

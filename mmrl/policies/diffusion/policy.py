@@ -80,7 +80,7 @@ class DiffusionPolicy:
         self.module = family.module if module is None else module
         self.network = GuidedNetwork(family, denoising, self.module)
         tally = Tally()  # FLOPs of the network; those of encoders and decoder are not counted
-        CallMeter(self.module, tally)
+        CallMeter(self.module, tally)  # hooks itself into the network
         unit = "videos" if denoising.frames else "images"
         self.work = PolicyWork([tally], lambda rollouts: {unit: len(rollouts)})
         shape = family.latent_shape(denoising.resolution, denoising.frames)

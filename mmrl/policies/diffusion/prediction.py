@@ -35,6 +35,7 @@ class GuidedNetwork:
         one per row."""
 
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
+            """Returns guided predictions for latents x [m, ...] of `rows` [m] at grid points `point` [m]."""
             grid = sampler.grid
             row_inputs = [inputs[i] for i in rows.tolist()]
             return self.predict(self.module, x, grid.sigmas[point], grid.times[point], row_inputs, guidance)
@@ -56,7 +57,7 @@ class GuidedNetwork:
         model: `self.module`, or the engine that wraps it. sigma: noise levels, [row]; time: the same in the network's
         units, [row]. inputs: one per row. guidance: the scale; 1: no guidance. cached: the value of the guided
         prediction [row, ...] from an earlier pass; then only the conditional pass runs, for the gradient. It is not
-        used with norm-preserving guidance, whose gradient needs both passes.
+        used with norm-preserving guidance, whose gradient needs the unconditional pass too.
         """
         if self.family.norm_patch is not None and guidance != 1:
             cached = None
@@ -66,6 +67,7 @@ class GuidedNetwork:
         conditions = self.conditions.encode([*inputs, *negative], shape)
 
         def unconditional() -> Tensor:
+            """Predicts with the negative prompts; it is called only if guidance needs it."""
             return self.family.predict(model, x, time, conditions[len(inputs) :], embedded)
 
         conditional = self.family.predict(model, x, time, conditions[: len(inputs)], embedded)

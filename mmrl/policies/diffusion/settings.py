@@ -351,7 +351,8 @@ class DiffusionModel(ModelSettings):
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         """Loads the policy at `path`. Rollouts keep the network's predictions (`keep_predictions`) if the likelihood
-        can use them, sampling has the current weights, and the old policy would otherwise need a forward pass."""
+        can use them, sampling has the current weights, and the old policy would otherwise need a forward pass. If
+        `shared` of a matching likelihood is None, the algorithm decides."""
         denoising = config.section("denoising")
         engine: ImageEngine = config.engine
         likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None

@@ -49,6 +49,7 @@ class SmallMLP(nn.Module):
     def __init__(self, config: SmallDiffusionConfig) -> None:
         super().__init__()
         pixels = config.channels * config.size**2
+        # ordered: embeddings of words are concatenated, else added up
         self.ordered, self.predicts_data = config.ordered, config.predicts == "data"
         # 32: the size of a word's embedding, and of that of the noise level; word 0 is padding
         self.words = nn.Embedding(len(config.words) + 1, 32, padding_idx=0)
@@ -83,6 +84,7 @@ class Modulated(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in range(depth)
         )
+        # one for each block, and one for the output layer
         self.modulations = nn.ModuleList(nn.Linear(condition_width, 2 * width) for _ in range(depth + 1))
         self.leave = nn.Linear(width, pixels)
         nn.init.zeros_(self.leave.weight)
@@ -91,6 +93,7 @@ class Modulated(nn.Module):
     def run_blocks(self, x: Tensor, condition: Tensor) -> Tensor:
         """Maps x [n, channel, height, width] and condition [n, condition width] to an output shaped like x."""
         h = self.enter(x.flatten(1))
+        # strict=False: the last modulation is not for a block but for the output
         for block, modulation in zip(self.blocks, self.modulations, strict=False):
             h = h + block(self.modulated(h, modulation(condition)))
         return self.leave(self.modulated(h, self.modulations[-1](condition))).view_as(x)
@@ -142,6 +145,7 @@ class SmallTransformer(nn.Module):
         self.predicts_data = config.predicts == "data"
         self.patch, self.side = p, config.size // p
         self.words = nn.Embedding(len(config.words) + 1, d, padding_idx=0)
+        # places: embeddings of the positions of words and of patches
         self.word_places = nn.Parameter(torch.randn(config.max_words, d) * 0.02)
         self.patches = nn.Linear(config.channels * p**2, d)
         self.patch_places = nn.Parameter(torch.randn(self.side**2, d) * 0.02)
@@ -173,7 +177,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
-        self.modulation = nn.Linear(width, 6 * width)
+        self.modulation = nn.Linear(width, 6 * width)  # shift, scale and gate of attention and of the MLP
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         nn.init.zeros_(self.modulation.weight)
@@ -224,8 +228,8 @@ class SmallFamily:
         return sigma, sigma
 
     def encode(self, inputs: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
-        """Returns one condition per input: the ids of its words. Raises UserError for images, and for words that the
-        model does not know."""
+        """Returns one condition per input: the ids of its words. shape: not used. Raises UserError for images, and for
+        words that the model does not know."""
         with_image = next((item for item in inputs if item.images), None)
         if with_image is not None:
             raise UserError(

@@ -51,9 +51,10 @@ def steered(
 def particles(
     policy: DiffusionPolicy, prompts: Sequence[Prompt], seeds: Sequence[int], steering: Steering, score: Score
 ) -> tuple[Tensor, list[Prompt], Tensor]:
-    """Runs the search. Returns three values per particle: its final latents [particle, ...], its prompt, and the index
-    of that prompt in `prompts`, [particle] int64. Particles of a prompt are adjacent. Arguments and errors: see
-    `steered`."""
+    """Runs the search: after every `steering.every` steps the particles of a prompt whose expected reward rose most are
+    copied, and others are dropped. Returns three values per particle: its final latents [particle, ...], its prompt,
+    and the index of that prompt in `prompts`, [particle] int64. Particles of a prompt are adjacent. Arguments and
+    errors: see `steered`."""
     family, settings, shape = policy.family, policy.denoising, policy.evaluation_shape
     if steering.transition.space != family.space:
         raise UserError(

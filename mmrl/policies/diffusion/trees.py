@@ -47,8 +47,9 @@ def grow(
     """Samples one tree of chains from each row of `noise` [group, ...]. The leaves of a group are adjacent rows.
     Steps before and after the window are deterministic; at each step of the window every chain is continued by as many
     children as `branching` says. segment: runs parts of chains; its arguments are latents [row, ...], and for each row
-    its group, its seed, its stochastic step, and the grid points at which it starts and stops. seeds: one per group.
-    windows: the steps of the window, one list per group. last: the grid point at which chains end."""
+    its group, its seed, its stochastic step (None: no row has one), and the grid points at which it starts and stops.
+    seeds: one per group. windows: the steps of the window, one list per group. last: the grid point at which chains
+    end."""
     width, groups = len(windows[0]), range(len(seeds))
     children = [*branching, *[1] * (width - len(branching))]
     chain = segment(noise, [*groups], seeds, None, [0] * len(seeds), [window[0] for window in windows])

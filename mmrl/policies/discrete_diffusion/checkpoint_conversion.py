@@ -136,7 +136,7 @@ def _write_weights(files: list[Path], out: Path, rename: Callable[[str], str]) -
 
 def _write_tokenizer(folder: Path, out: Path, values: ModelConfig) -> None:
     """Copies the files of the tokenizer to `out` without references to remote code, and sets its mask token. values:
-    the contents of config.json."""
+    the contents of config.json. Raises UserError if no mask token is known."""
     skipped = (".safetensors", ".py", ".bin")
     for file in folder.iterdir():
         if file.is_file() and not file.name.endswith(skipped) and file.name not in ("config.json", INDEX):
@@ -211,9 +211,11 @@ def _llama_name(name: str) -> str:
 
 
 def _qwen_config(model_type: str) -> Callable[[ModelConfig], ModelConfig]:
-    """Returns a function that converts the contents of a config.json to those of `model_type`, qwen2 or qwen3."""
+    """Returns a function that converts the contents of a config.json to a configuration of `model_type`, qwen2 or
+    qwen3."""
 
     def config(values: ModelConfig) -> ModelConfig:
+        """Returns the keys of Qwen in `values`, with the new model type."""
         return {"model_type": model_type} | {key: values[key] for key in QWEN_KEYS if key in values}
 
     return config

@@ -58,7 +58,7 @@ def elbo(seed: int, length: int, num_states: int, antithetic: bool = False) -> S
     of n equal parts of 1 to `length`; the masked positions are a uniform random choice.
 
     antithetic: states come in pairs, with n / 2 parts. If l positions are masked in the first state of a pair, length
-    + 1 - l are masked in the second: those that the first does not mask, and one that it masks.
+    + 1 - l are masked in the second: all positions that are not masked in the first, and one that is.
     """
     generator, parts = _generator(seed), num_states // 2 if antithetic else num_states
     uniform = (torch.arange(parts) + torch.rand(parts, generator=generator)) / parts

@@ -126,6 +126,7 @@ def load_parts(
         codebook=image_codebook,
         reasoning_length=text,
     )
+    # mmrl convert writes this key; a model without it predicts the token at each position
     declared: bool = model_config.to_dict().get(SHIFTED, False)
     shifted = declared if settings.shifted is None else settings.shifted
     options = TokenDiffusionOptions(
@@ -173,6 +174,7 @@ def build_vocabulary(
     not_text = set(range(len(tokenizer), size))
     if image_codebook is not None:
         not_text |= set(range(image_codebook.first, image_codebook.first + len(image_codebook.patches)))
+    # NO_MASK stands for a missing mask token and is no id
     suppressed = sorted((special | {mask} | not_text) - {end, NO_MASK})
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     image_suppressed = None if image_codebook is None else image_codebook.non_code_tokens(size)

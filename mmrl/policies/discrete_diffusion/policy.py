@@ -49,11 +49,12 @@ class DiscreteDiffusionPolicy(ABC):
     kind: ClassVar[str]  # the value of `model.type`
 
     def __init__(self, scorer: MaskScorer, layout: ResponseLayout, options: TokenDiffusionOptions) -> None:
+        """options: the sampling temperatures, and whether replays return distributions."""
         self.module, self.layout, self.collator = scorer, layout, StateCollator(layout, scorer)
         self.temperature, self.evaluation_temperature = options.temperature, options.evaluation_temperature
         self.keeps_distributions = options.keeps_distributions
         tally = Tally()
-        CallMeter(scorer.model, tally)
+        CallMeter(scorer.model, tally)  # hooks itself into the model and adds the operations of calls to the tally
         self.work = PolicyWork([tally], layout.units)
         self.module.eval()  # dropout would make replay differ from sampling
 
@@ -121,7 +122,8 @@ class DiscreteDiffusionPolicy(ABC):
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
         """Returns the log-probability of each token: the weighted sum over the states that score it. Entropies and sums
-        of squared probabilities are means with the same weights.
+        of squared probabilities are means with the same weights. If the job needs them, the replay also has the
+        critic's values, the distributions in all states, and the cross-entropy with the old policy.
 
         model: `self.module`, or the engine that wraps it; called once. reference: not used.
         """
@@ -170,7 +172,8 @@ class DiscreteDiffusionPolicy(ABC):
         self, records: list[MaskedRecord], states: list[States]
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         """Returns token ids, their attention mask, the column at which the scored response starts [rollout], and
-        further arguments of `MaskScorer.forward`."""
+        further arguments of `MaskScorer.forward`. States with an order or with blocks need an attention mask and
+        position ids of their own."""
         options: dict[str, Any] = {"distributions": True} if self.keeps_distributions else {}
         prompt_lengths = torch.tensor([len(record.prompt) for record in records])
         orders, blocks = [row_states.order for row_states in states if row_states.order is not None], states[0].blocks
@@ -238,7 +241,7 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         unmasking: Unmasking,
         likelihood: MaskedLikelihood,
     ) -> None:
-        """likelihood: the estimate of log-probabilities of responses."""
+        """unmasking: how responses are sampled. likelihood: the estimate of their log-probabilities."""
         super().__init__(scorer, layout, options)
         self.unmasking, self.likelihood = unmasking, likelihood
         text_length = layout.text_length if layout.has_text_and_image else 0
@@ -251,7 +254,7 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         """Samples responses by the unmasking schedule; see `DiscreteDiffusionPolicy._sample`.
 
         Each step samples a token for every masked position, and keeps those whose positions come first in the order
-        `unmasking.order`, and with `unmasking.threshold` those of high probability.
+        `unmasking.order`, and with `unmasking.threshold` also all tokens whose probability reaches it.
         """
         generators = [torch.Generator(self.device).manual_seed(int(seed)) for seed in seeds]
         response = torch.full((len(prompts), self.layout.length), self.layout.vocabulary.mask)

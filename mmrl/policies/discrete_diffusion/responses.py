@@ -42,7 +42,7 @@ class ResponseLayout:
         reasoning_length: int = 0,
     ) -> None:
         """kind: the value of `model.type`. length: tokens of a response. codebook: the image tokens of a model that
-        generates images; None: it generates text. reasoning_length: text tokens before those of the image."""
+        generates images; None: it generates text. reasoning_length: number of text tokens before the image."""
         self.kind, self.tokenizer, self.vocabulary = kind, tokenizer, vocabulary
         self.length, self.codebook, self.max_prompt_length = length, codebook, max_prompt_length
         self.text_length = length if codebook is None else reasoning_length  # tokens of text; image tokens follow
@@ -149,8 +149,8 @@ class ResponseLayout:
     def sample(
         self, prompt: Prompt, record: MaskedRecord, mask: Tensor, forwards: Callable[[MaskedRecord], int]
     ) -> Sample:
-        """Returns the sample that rewards score: the text of a record, its image, or both. mask: [position] bool, True
-        up to and including the end token."""
+        """Returns the sample that rewards score, with the text of a record if there is one, and its image if there is
+        one. mask: [position] bool, True up to and including the end token of the text."""
         image = None
         if self.codebook is not None:
             image = self.codebook.decode(record.response[None, self.text_length :])[0]

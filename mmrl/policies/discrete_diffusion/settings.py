@@ -174,6 +174,7 @@ class Coupled(RandomStates):
 
     @model_validator(mode="after")
     def _levels_are_ordered(self) -> Coupled:
+        """Raises ValueError unless 0 < low <= high < 1."""
         low, high = self.levels
         if not 0 < low <= high < 1:
             raise ValueError(f"levels={list(self.levels)} must be two numbers between 0 and 1, the smaller one first")
@@ -205,6 +206,7 @@ class ELBO(RandomStates):
 
     @model_validator(mode="after")
     def _draws_are_even(self) -> ELBO:
+        """Raises ValueError for antithetic states, which come in pairs, if their number is odd."""
         if self.antithetic and self.draws % 2:
             raise ValueError(
                 f"draws={self.draws} is odd, but antithetic=true makes pairs of states; set an even number"
@@ -495,7 +497,8 @@ def _check_critic(critic: CriticSettings | None, likelihood: MaskedLikelihood) -
 
 
 def _check_blocks(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, shifted: bool) -> None:
-    """Raises ValueError unless sampling and scoring both use block attention, or neither does."""
+    """Raises ValueError if only one of sampling and scoring uses block attention. Block attention also needs the length
+    of a block, and a model that is not shifted."""
     by_blocks = unmasking.likelihood.type == "staircase"
     if not unmasking.causal_blocks:
         if by_blocks:
@@ -527,6 +530,7 @@ def check_redraw(config: JobConfig, redraws: bool, key: str) -> None:
     if not redraws or config.algorithm.epochs == 1:
         return
     if measured := [measurement for measurement in config.needs.prepared if measurement.scores]:
+        # the part of the algorithm that needs these log-probabilities
         parts = (part for part, needs in config.algorithm.parts() if measured[0] in needs.measurements)
         raise ValueError(
             f"with algorithm.epochs={config.algorithm.epochs} and {key}=true every epoch scores responses in new "

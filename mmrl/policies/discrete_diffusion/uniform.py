@@ -60,6 +60,7 @@ class UniformPolicy(DiscreteDiffusionPolicy):
             replace_mask = self._uniform(generators) < 1 / (self.noising.steps - step)
             response = torch.where(replace_mask, tokens, response)
         logp_temperature = temperature or 1.0  # log-probabilities of greedy responses (temperature 0) are those at 1
+        # No step fills a position for good, so none is recorded
         steps = torch.zeros(self.layout.length, dtype=torch.long)
         return [
             MaskedRecord(prompt, response[i], steps, int(seeds[i]), logp_temperature)

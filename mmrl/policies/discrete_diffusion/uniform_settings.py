@@ -35,6 +35,7 @@ class Noising(Section):
 
     @model_validator(mode="after")
     def _levels_are_ordered(self) -> Noising:
+        """Raises ValueError unless 0 <= low <= high <= 1."""
         low, high = self.levels
         if not 0 <= low <= high <= 1:
             raise ValueError(f"levels={list(self.levels)} must be two numbers from 0 to 1, the smaller one first")

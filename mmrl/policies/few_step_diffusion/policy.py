@@ -57,6 +57,7 @@ class FewStepPolicy:
         )
         self.student = DiffusionPolicy(policy.family, denoising, module=network)
         sampler = policy.sampler
+        # The student's noise levels are every `stride`-th one of the model; this replaces the sampler from `denoising`
         self.stride = len(sampler.grid) // settings.steps
         student_grid = Grid(sampler.grid.sigmas[:: self.stride], sampler.grid.times[:: self.stride])
         self.student.denoiser.sampler = Sampler(student_grid, None, sampler.tail, sampler.space)

@@ -20,8 +20,8 @@ WRITER_OPTIONS = ("attention", "freeze", "lora", "processor")  # keys of model.w
 
 
 def load(path: str, settings: PromptRewritingModel, config: JobConfig, task: object) -> PromptRewritingPolicy:
-    """Loads the policy of a job. `path` is the folder or hub name of the generator, and model.writer.path that of the
-    writer; or `path` is a folder that a run saved, which holds both models.
+    """Loads the policy of a job. `path` names the image generator, and model.writer.path the language model that writes
+    prompts, by folder or hub name; or `path` is a folder that a run saved, which holds generator and writer.
 
     Raises UserError if there is no writer, and as the loaders of the two models do."""
     saved_writer = Path(path) / WRITER

@@ -30,7 +30,7 @@ class Shared(Critic):
     needs_prefix = True
 
     def __init__(self, settings: SharedCritic, width: int, state_dim: int) -> None:
-        """width: size of the backbone's hidden states."""
+        """width: size of the backbone's hidden states. A new critic returns 0, since its last layer is 0."""
         super().__init__()
         sizes, layers = [width + state_dim, *[settings.width] * settings.layers], list[nn.Module]()
         for in_features, out_features in zip(sizes[:-1], sizes[1:], strict=True):

@@ -71,7 +71,7 @@ class EpisodeRecord:
     def __init__(self, prompt: Prompt, *, samples_latents: bool) -> None:
         """samples_latents: whether the head samples latents before a chunk."""
         self.prompt, self.samples_latents = prompt, samples_latents
-        self.instruction, self.lost = "", True
+        self.instruction, self.lost = "", True  # until `begin`: an episode that never starts counts as lost
         self.success = self.success_at_end = self.terminated = False
         self.length = 0  # executed actions
         self.bootstrap = 0.0  # the critic's value of the final observation

@@ -64,6 +64,7 @@ def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPoli
         raise UserError(
             "model.type=vision_language_action needs a task with a simulator, such as task.type=manipulation"
         )
+    # all rollouts of a step play at once, unless rollout.micro_batch, which not every class has, limits their number
     num_envs = plain(rollout).get("micro_batch") or config.rollouts_per_step
     if isinstance(rollout, WorkerSampling) and rollout.workers is not None and not action.standardise:
         num_envs = 1  # workers play the episodes; here only attributes of the simulator are needed
@@ -165,7 +166,7 @@ def open_policy(
 
 def _statistics_from_simulator(sim: VectorSim, *, bounded: bool) -> ActionStatistics | None:
     """Returns statistics that map [-1, 1] to the simulator's action bounds, and logs them. Returns None for a simulator
-    whose actions lie in [-1, 1]."""
+    whose actions lie in [-1, 1]. bounded: see `statistics_from_bounds`."""
     bounds = action_bounds_of(sim.simulator)
     if bounds is None:
         return None
@@ -374,7 +375,8 @@ def _restore(folder: Path, network: Network, action: Actions, state_dim: int) ->
     """Loads the weights of the head and the critic from `folder`, and returns the statistics that standardise states.
 
     If the folder lacks a critic or `Head.optional_parameters`, these keep their initial weights. If `action.head` is
-    built around a base head, a saved head of another type is loaded into the base."""
+    built around a base head, a saved head of another type is loaded into the base. Raises UserError if other weights
+    are missing, and for options that differ from those of the run that saved the folder."""
     saved = read_saved_config(folder)
     becomes_base = network.head.base is not None and saved["head"]["type"] != action.head.type
     if network.backbone.action_normalizer is None:
@@ -429,8 +431,8 @@ def _check_architecture(folder: Path, saved: dict[str, Any], action: Actions, be
 
 
 def _architecture_values(key: str, saved: dict[str, Any], head: ActionHead) -> list[tuple[str, Any, Any]]:
-    """Returns (key, saved value, configured value) of the options that a head's weights depend on, followed by those of
-    its base head.
+    """Returns (key, saved value, configured value) of the options that a head's weights depend on, followed by the
+    options of its base head.
 
     key: the name of the head's section in the configuration; saved: that section as it was saved."""
     values = [(f"{key}.{name}", saved.get(name), plain(head)[name]) for name in ("type", *head.architecture_keys)]

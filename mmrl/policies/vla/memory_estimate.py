@@ -95,6 +95,7 @@ def memory_model(settings: VisionLanguageActionModel, config: JobConfig, path: s
         return lerobot_model(settings, config, path)
     if path in vlm.PUBLISHED:
         return vlm_with_head(settings, config, path)
+    # the sizes of the published model are known without a download
     checkpoint_config = OPENVLA if path == "openvla/openvla-7b" else _read_config(path)
     if checkpoint_config is OPENVLA or checkpoint_config.get("model_type") == "openvla":
         return openvla_model(settings, config, checkpoint_config)
@@ -250,7 +251,7 @@ def lerobot_model(settings: VisionLanguageActionModel, config: JobConfig, path: 
             "model.freeze=[vision, connector, language]"
         )
     sizes = LEROBOT[path]
-    layers, keys, tokens = sizes["keys"]
+    layers, keys, tokens = sizes["keys"]  # keys: width of a token's keys in one layer; tokens: of the prefix
     width, dtype = sizes["expert"]["hidden_size"], getattr(torch, settings.dtype)
     with on_meta(settings.dtype):
         expert: Any = LlamaModel(LlamaConfig(**sizes["expert"], vocab_size=3))  # it gets embeddings, no tokens

@@ -159,8 +159,10 @@ class VisionLanguageActionPolicy:
         self._last_counters = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
         tally = Tally()
-        CallMeter(network, tally)
+        CallMeter(network, tally)  # hooks itself into the network and adds the operations of calls to the tally
+        # `_play` calls parts of the network, not the network itself, so it needs a meter of its own
         self._play_meter, self.work = CallMeter(None, tally), PolicyWork([tally], count_units)
+        # whether rollouts store encoded prefixes instead of images: they never change if the backbone is frozen
         self.caches_prefixes = network.backbone.frozen and network.head.last_layer_only
 
     @property
@@ -299,8 +301,8 @@ class VisionLanguageActionPolicy:
             return padded.index_put((episodes.row, episodes.step), values)[: len(rollouts)]
 
         def at_policy_steps(values: Tensor | None) -> Tensor | None:
-            """Selects from values [rollout, decision, ...] those of existing policy steps, [policy step, decision of a
-            step, ...]."""
+            """Selects the values of existing policy steps, [policy step, decision of a step, ...], from values
+            [rollout, decision, ...]."""
             if values is None:
                 return None
             by_policy_step = rearrange(values.to(self.device), "b (s d) ... -> b s d ...", d=decisions)

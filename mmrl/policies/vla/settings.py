@@ -520,6 +520,7 @@ class VisionLanguageActionModel(ModelSettings):
         temperature have one in `rollout` and `evaluation`."""
         action = tree.get("action")
         head_tree = action.get("head", {}) if isinstance(action, Mapping) else {}
+        # the class that action.head.type selects
         head = kind_of(ActionHead, head_tree, ("action", "head"))  # type: ignore[type-abstract]
         sections: Sections = {"action": Actions, "rollout": EpisodePrompts, "engine": EpisodeEngine}
         if collects == "demonstrations":

@@ -217,7 +217,8 @@ def _range(
 
 
 def _data_sets(path: str) -> dict[str, dict[str, Entry]]:
-    """Returns the features of each data set in a file, by the data set's name, "" if the file does not name it."""
+    """Returns the features of each data set in a file, by the data set's name, "" if the file does not name it. path: a
+    file or a folder. Raises UserError for a file that cannot be read, or holds no statistics of actions or states."""
     file = _find_file(path)
     try:
         tree = _pool_episodes(file) if file.suffix == ".jsonl" else json.loads(file.read_text())
@@ -260,6 +261,7 @@ def _find_file(path: str) -> Path:
     files = files or sorted(folder.glob("assets/**/norm_stats.json"))[:2]
     if not files:
         raise UserError(f"action.statistics={path} is a folder without {', '.join(FILES)}; name the file")
+    # of several files with names in FILES the first one counts
     if len(files) > 1 and files[0].name == files[1].name == "norm_stats.json":
         raise UserError(f"action.statistics={path} holds {files[0]}, {files[1]} and perhaps more; name the file")
     return files[0]

@@ -19,7 +19,7 @@ class TokenCritic(nn.Module):
     last layer is initialised to 0."""
 
     def __init__(self, settings: SharedCritic, width: int) -> None:
-        """width: size of the hidden states of the model."""
+        """width: size of the hidden states of the model. A new critic returns 0, since its last layer is 0."""
         super().__init__()
         sizes, layers = [width, *[settings.width] * settings.layers], list[nn.Module]()
         for in_size, out_size in zip(sizes[:-1], sizes[1:], strict=True):

@@ -60,6 +60,7 @@ def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Task
     engine: TokenEngine = config.engine
     model, processor = load_model(path, settings, some_conversations(task))
     text = transformers_model(model).config.get_text_config()
+    # extremes: the smallest and the largest value of all steps
     max_response_length, context = rollout.max_response_length.extremes[1], text.max_position_embeddings
     if max_response_length >= context:
         raise UserError(

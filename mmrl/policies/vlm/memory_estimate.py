@@ -51,8 +51,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def model_config(path: str) -> PreTrainedConfig:
-    """Returns the configuration of a transformers model; those in PUBLISHED need no download. Raises UserError as
-    `load_config`."""
+    """Returns the configuration of a transformers model, without a download for a model in PUBLISHED. Raises UserError
+    as `load_config`."""
     if path not in PUBLISHED:
         return load_config(path)
     text = PUBLISHED[path]
@@ -102,7 +102,7 @@ def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) ->
     if settings.activation_checkpointing:
         recompute_activations(model)
     model.train()
-    response = int(rollout.max_response_length.extremes[1])
+    response = int(rollout.max_response_length.extremes[1])  # the largest value of all steps
     length = rollout.max_prompt_length + response
     core = decoder(model)
     text, bytes_per_number = core.config, torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
@@ -132,8 +132,9 @@ def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) ->
     colocated = isinstance(rollout, TokenSampling) and isinstance(rollout.generator, VLLMGenerator)
     if isinstance(rollout, TokenSampling) and not colocated:
         heads = text.num_key_value_heads or text.num_attention_heads
+        # 2: keys and values
         memory.cache = 2 * bytes_per_number * text.num_hidden_layers * heads * head_size(text) * length * at_once
-    if colocated:
+    if colocated:  # vLLM samples, with memory of its own
         memory.sample = None
     return memory
 

@@ -101,8 +101,8 @@ class GapLimit:
         self.value = first_limit if limit is None else limit
 
     def problem(self, gap: Gap, *, compared: bool) -> str | None:
-        """Returns an error message if the gap is above the limit, else None. compared: whether the checksums of the
-        weights were compared, and are equal."""
+        """Returns an error message if the gap is above the limit, else None. If the user set no limit, the first
+        gap determines it. compared: whether the checksums of the weights were compared, and are equal."""
         if not gap.mean <= self.value:  # true for NaN too
             return self._message(gap, compared)
         if not self.calibrated:
@@ -127,7 +127,7 @@ class GapLimit:
     def _stale_cache(self, gap: Gap) -> str:
         """Returns the name of the stale cache: the cache of encoded images if only probes with images have a large gap,
         else the key-value cache, which probes without images use too."""
-        # written with `not`, so that NaN counts as large
+        # written with `not`, so that NaN counts as large; a gap is None if no probe is of that kind
         images_only = gap.text is not None and gap.text <= self.value and not (gap.images or 0.0) <= self.value
         return "its cache of encoded images" if images_only else "its key-value cache"
 

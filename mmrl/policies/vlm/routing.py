@@ -113,8 +113,7 @@ class Routing:
         self, number: int, layer: nn.Module, args: Inputs, kwargs: dict[str, Any]
     ) -> tuple[Inputs, Any]:
         """Pre-hook of layer `number`: takes the layer's routes out of its arguments. When gradient checkpointing
-        recomputes the layer, its arguments are those of the same pass; an attribute could hold routes of a later
-        pass."""
+        recomputes the layer, its arguments are the same as before; an attribute could hold routes of a later pass."""
         routes = kwargs.get(ROUTES)
         self.layer_routes = None if routes is None else routes[:, :, number].flatten(0, 1)
         return args, {name: value for name, value in kwargs.items() if name != ROUTES}

@@ -102,6 +102,7 @@ class TokenScorer(nn.Module):
         self.can_pack = False  # whether the decoder can skip padding, because `pack_rows` added its hooks
         self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
         layer, truncated = transformers_model(model).get_output_embeddings(), sampling.top_k > 0 or sampling.top_p < 1
+        # the fused kernel supports no bias, no LoRA on the output layer, and no top-k or top-p
         fuses = type(layer) is nn.Linear and layer.bias is None and not truncated
         self.fused = FusedHead(layer) if fuses else None
 
@@ -207,7 +208,7 @@ class TokenScorer(nn.Module):
         `alternatives`, [decision, k]."""
         logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
         alternative_logp = () if alternatives is None else (logits.log_softmax(-1).gather(1, alternatives),)
-        if len(targets) == 0:
+        if len(targets) == 0:  # empty results, but computed from the weight, which all ranks must use under ZeRO-3
             return logits.sum(-1), logits.sum(-1), logits.sum(-1), *alternative_logp
         scores = token_logprob(logits, targets)
         return scores.logp, scores.entropy, scores.square_sum, *alternative_logp

@@ -66,6 +66,7 @@ class TokenSampling(TokenLimits):
 
     @model_validator(mode="after")
     def _truncation_is_allowed(self) -> TokenSampling:
+        """Raises ValueError for top-p or top-k sampling unless `allow_truncated_sampling` is set."""
         if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_sampling:
             raise ValueError(
                 f"top_p={self.top_p:g} and top_k={self.top_k} never sample the less likely tokens, which biases the "

@@ -49,7 +49,8 @@ class Synced:
         adapters: bool = False,
         checksums: bool = True,
     ) -> None:
-        """All ranks must call each method together, except `close`.
+        """Makes `engine` generate for `policy`; it is asleep at first. All ranks must call each method together, except
+        `close`.
 
         gather: returns the values of all ranks. limit: largest gap in log-probabilities, see `GapLimit`; None: derived
         from the first gap. adapters: whether the base weights are sent once and then only the LoRA. checksums: whether
@@ -101,8 +102,9 @@ class Synced:
         }
 
     def compare(self, comparison: ChecksumComparison) -> dict[str, float]:
-        """Compares the checksums of sent tensors with those of the engines; returns how many were compared, as metrics.
-        Raises UserError, on all ranks, if an engine does not have the tensors that were sent."""
+        """Compares the checksums of sent tensors with checksums that the engines computed. Returns how many tensors
+        were compared, as metrics. Raises UserError, on all ranks, if an engine does not have the tensors that were
+        sent."""
         problem: str | None
         counts: dict[str, float] = {}
         try:

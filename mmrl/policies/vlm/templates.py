@@ -241,7 +241,7 @@ def system_is_moved(processor: Processor, messages: Sequence[Message]) -> str | 
 def check_template(processor: Processor, conversations: Sequence[Sequence[Message]]) -> None:
     """Tries the chat template with conversations, before weights are loaded. Raises UserError if it refuses one. Logs a
     warning if it has no system role, but a conversation has a system text."""
-    forms_of(processor)
+    forms_of(processor)  # raises UserError for a template that cannot be used at all
     for messages in conversations:
         rendered(processor, messages)
     warnings = [system_is_moved(processor, messages) for messages in conversations]

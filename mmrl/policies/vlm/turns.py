@@ -538,6 +538,7 @@ def turns_of(drafts: Sequence[ConversationDraft]) -> Turns:
     their rewards [rollout, turn]. A lost conversation, whose environment failed, has a mask of False."""
     pad = nn.utils.rnn.pad_sequence
     numbers = [torch.cat(draft.turns) if draft.turns else torch.zeros(1, dtype=torch.int64) for draft in drafts]
+    # a conversation without turns, whose environment did not start, gets one turn with reward 0, so no row is empty
     rewards = [torch.tensor([turn.reward for turn in draft.dialogue.turns] or [0.0]) for draft in drafts]
     mask = [torch.full((max(1, len(draft.dialogue.turns)),), draft.dialogue.end != "lost") for draft in drafts]
     return Turns(*(pad(values, batch_first=True) for values in (numbers, mask, rewards)))

@@ -50,7 +50,7 @@ class ChainDecisions:
                 f"set it to {' or '.join(transitions_for(space))}"
             )
         try:
-            width = self.count
+            width = self.count  # the number of steps in the window
         except ValueError as error:
             raise UserError(f"denoising.likelihood: {error}") from None
         if likelihood.chunks and sum(likelihood.chunks) != width:
@@ -67,7 +67,7 @@ class ChainDecisions:
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
         """Samples `group_size` rollouts per prompt. seeds: one per rollout. step: the training step; the window of
-        a group depends on it and on the group's first seed."""
+        a group depends on it and on the group's first seed. With branching, `nodes` says which steps rollouts share."""
         denoiser, likelihood = self.denoiser, self.likelihood
         group_windows = [self._window(step, seed) for seed in seeds[::group_size]]
         windows = [window for window in group_windows for _ in range(group_size)]
@@ -126,6 +126,7 @@ class ChainDecisions:
         def segment(
             x: Tensor, group: list[int], row_seeds: list[int], steps: list[list[int]], start: list[int], stop: list[int]
         ) -> Chain:
+            """Runs parts of chains, one per row; see the argument `segment` of `candidates.grow`."""
             return denoiser.denoise(x, [inputs[g] for g in group], steps, row_seeds, start=start, stop=stop)
 
         noise, last = denoiser.initial_noise(seeds[::group_size]), len(denoiser.sampler.grid)
@@ -211,6 +212,7 @@ def complete_steps(denoiser: Denoiser, rollouts: Rollouts, *, ends: bool) -> lis
     """Denoises the state before each step of the window (after it, if `ends`) to an image by deterministic steps, with
     the guidance of rollouts. Returns one image per rollout and step, rollout by rollout."""
     records: list[ImageRecord] = rollouts.inputs
+    # the grid point of the state; `ends` adds 1: the point after the step
     start = [point + ends for record in records for point in record.points.tolist()]
     prompts = [sample.prompt for sample, r in zip(rollouts.samples, records, strict=True) for _ in r.points]
     inputs = [record.condition_inputs for record in records for _ in record.points]

@@ -30,7 +30,7 @@ class Denoiser:
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The sampler of rollouts; of evaluation, for a policy that learns from demonstrations."""
+        """The sampler of rollouts. A policy that learns from demonstrations samples in evaluation only."""
         settings = self.denoising
         steps = settings.steps if isinstance(settings, Denoising) else settings.evaluation_steps
         return self.build_sampler(steps, self.shape)
@@ -82,7 +82,7 @@ class Denoiser:
         stop: list[int] | None = None,
     ) -> Chain:
         """Runs parts of chains with the sampler and guidance of rollouts, from latents x [row, ...] at grid points
-        `start` to `stop`, both [row]; None: the first and last. inputs, windows, seeds: see `sample`."""
+        `start` to `stop`, [row] each; None: the first and the last point. inputs, windows, seeds: see `sample`."""
         predict = self.network.predictor(self.sampler, inputs, self.denoising.guidance)
         return run(predict, x, self.sampler, windows, noise_function(seeds, self.shape), start=start, stop=stop)
 
@@ -113,8 +113,9 @@ class Denoiser:
     ) -> Rollouts:
         """Builds rollouts from finished chains.
 
-        prompts, condition_inputs, windows: one per row. seeds: one per row, of the noises with which latents are
-        scored. decisions: number of decisions of a rollout. decode: add images to the samples.
+        prompts, condition_inputs, windows: one per row. group_size: adjacent rows of a group. seeds: one per row, of
+        the noises with which latents are scored. decisions: number of decisions of a rollout. decode: whether images
+        are added to the samples.
         """
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
         predictions = [None] * len(condition_inputs) if chain.v is None else list(chain.v.cpu())

@@ -27,6 +27,7 @@ class LastStepDecisions:
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
         """Samples `group_size` rollouts per prompt. step: not used."""
         row_prompts = [p for p in prompts for _ in range(group_size)]
+        # no step is stochastic, so all windows are empty
         inputs, windows = (
             [ConditionInputs.from_prompt(p) for p in row_prompts],
             list[list[int]]([[]] * len(row_prompts)),
@@ -49,7 +50,8 @@ class LastStepDecisions:
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
         """Runs the last steps under `model` and decodes the images [rollout, ...], with a gradient; returns them in
-        `extras`. With guidance the gradient goes through the conditional pass alone, as in other replays."""
+        `extras`. The steps are deterministic, so log-probabilities are 0. With guidance the gradient goes through the
+        conditional pass alone, as in other replays."""
         records: list[ImageRecord] = rollouts.inputs
         denoiser, sampler = self.denoiser, self.denoiser.sampler
         x = torch.stack([record.x[0] for record in records]).to(denoiser.device)  # the latents before the last steps

@@ -30,6 +30,7 @@ class LevelDecisions:
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
         """Samples `group_size` rollouts per prompt. step: not used."""
         denoiser, row_prompts = self.denoiser, [p for p in prompts for _ in range(group_size)]
+        # no step is stochastic, so all windows are empty
         inputs, windows = (
             [ConditionInputs.from_prompt(p) for p in row_prompts],
             list[list[int]]([[]] * len(row_prompts)),
@@ -74,6 +75,7 @@ class LevelDecisions:
     ) -> Rollouts:
         """Builds rollouts of finished chains, with the seeds of their noise levels: one per group if
         `likelihood.shared`, else one per rollout."""
+        # `shared` is None if neither the user nor the algorithm has set it, which means False
         shared = isinstance(self.likelihood, ImageMatching) and self.likelihood.shared is True
         # i - i % group_size: the first rollout of the group
         level_seeds = [seeds[i - i % group_size] if shared else seed for i, seed in enumerate(seeds)]
@@ -86,8 +88,8 @@ class LevelDecisions:
         """Returns None: sampling makes no predictions at the noise levels of decisions."""
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
-        """Returns matching errors as log-likelihoods under `model`, in one forward pass of rollout x noise level
-        rows."""
+        """Returns negative matching errors under `model` as log-likelihoods, and predictions and data as
+        `MatchingTargets`, from one forward pass of rollout x noise level rows."""
         records: list[ImageRecord] = rollouts.inputs
         denoiser, likelihood = self.denoiser, self.likelihood
         space, device = denoiser.family.space, denoiser.device

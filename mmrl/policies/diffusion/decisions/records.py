@@ -53,6 +53,7 @@ def noise_function(seeds: Sequence[int], shape: Shape) -> Callable[[int, Tensor]
     ...], from the seeds of the rows."""
 
     def noise(step: int, rows: Tensor) -> Tensor:
+        """Samples the noise of a denoising step for the rows with these indices, [row, ...]."""
         return gaussian_noise([int(seeds[i]) for i in rows.tolist()], step, shape)
 
     return noise

@@ -35,9 +35,9 @@ class FluxKontext(Flux):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
-        """Returns the inputs of the network besides the latents, with position ids for the tokens of the source too:
-        those of the image, with 1 in the first coordinate. `predict` appends the source's latents to the image's
-        tokens."""
+        """Returns the inputs of the network besides the latents. A token of the source image has the position id of the
+        same token of the generated image, but with 1 in the first coordinate. The source's latents are removed here,
+        since `predict` appends them to the generated image's latents."""
         inputs = super()._inputs(time, texts, size, guidance)
         positions = inputs["img_ids"]
         inputs["img_ids"] = torch.cat([positions, positions + positions.new_tensor([1, 0, 0])])
@@ -80,8 +80,8 @@ class QwenImageEdit(QwenImage):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
-        """Returns the inputs of the network besides the latents. `img_shapes` lists the shape of the result and that of
-        the source, which is the same."""
+        """Returns the inputs of the network besides the latents. `img_shapes` lists the shapes of the result and of the
+        source, which are equal."""
         texts_only = {key: value for key, value in texts.items() if key != "source"}
         inputs = super()._inputs(time, texts_only, size, guidance)
         inputs["img_shapes"] = [[shape, shape] for (shape,) in inputs["img_shapes"]]
@@ -120,8 +120,8 @@ class Flux2Klein(FlowPipeline):
         return ModelNotes(distilled_guidance=note if self.pipe.config.is_distilled else None)
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
-        """Returns [channel, height, width] of latents, where one latent is a patch of 2 x 2 of the VAE's. Raises
-        UserError unless `resolution` is a multiple of the patch's side in pixels."""
+        """Returns [channel, height, width] of latents, where one latent is a patch of 2 x 2 latents of the VAE.
+        Raises UserError unless `resolution` is a multiple of the patch's side in pixels."""
         if frames is not None:
             return super().latent_shape(resolution, frames)  # raises UserError
         scale = 2 * self.pipe.vae_scale_factor

@@ -25,8 +25,8 @@ CLIP_TOKENS = 77  # CLIP pads and truncates every text to this length
 
 
 def shifted_once(pipe: DiffusersPipeline) -> ModelNotes:
-    """Returns a note for pipelines whose own call applies a fixed shift of the noise levels twice; here it is applied
-    once."""
+    """Returns a note for pipelines whose own call in diffusers applies a fixed shift of the noise levels twice, while
+    mmrl applies it once; an empty note if the scheduler has no fixed shift."""
     shift = pipe.scheduler.config.shift
     if shift == 1 or pipe.scheduler.config.use_dynamic_shifting:
         return ModelNotes()

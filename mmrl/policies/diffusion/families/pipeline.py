@@ -89,6 +89,7 @@ class Pipeline(ABC):
             raise UserError(
                 f"model.text_tokens={text_tokens}: the token limit of {type(pipe).__name__} is fixed; leave it out"
             )
+        # longest[1]: the default token limit; `longest` is None if the limit is fixed
         self.text_tokens = text_tokens if text_tokens is not None or self.longest is None else self.longest[1]
 
     @property
@@ -175,6 +176,7 @@ class Pipeline(ABC):
         if self.longest is None:
             limit, tokenizer = self.pipe.tokenizer.model_max_length, self.pipe.tokenizer
         else:
+            # longest[0]: the text encoder with the largest limit
             tokenizer = self.pipe.components[self.longest[0].replace("text_encoder", "tokenizer")]
             limit = self.text_tokens
         if tokenizer is None:  # the pipeline lacks this optional encoder; the others have a fixed limit
@@ -197,7 +199,7 @@ class Pipeline(ABC):
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None
     ) -> Tensor:
         """Predicts the velocity or noise of latents x; see `Family.predict`. Networks of packed models get patches as
-        tokens, with those of the image to edit, if there is one, after them."""
+        tokens; the patches of the image to edit, if there is one, come last."""
         dtype = next(self.module.parameters()).dtype
         texts = in_rows(conditions, lambda distinct: self._texts(distinct, x.device, dtype))
         height, width = x.shape[-2:]
@@ -256,6 +258,7 @@ class Pipeline(ABC):
             )
         mode = "L" if self.pipe.vae.config.get("in_channels", 3) == 1 else "RGB"
         pixels = torch.from_numpy(np.array(image.convert(mode))).float() / 255
+        # a grey image gets a dimension for its one channel
         return self.to_latents(rearrange(pixels.view(*pixels.shape[:2], -1), "h w c -> 1 c h w"))
 
     # --- files ---
@@ -308,8 +311,8 @@ class FlowPipeline(Pipeline):
         )
 
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps uniform numbers to noise levels by the shift of the scheduler, if it is fixed; unchanged if it depends
-        on the image size."""
+        """Maps uniform numbers [n] in (0, 1) to noise levels by the scheduler's shift if it is fixed; a shift that
+        depends on the image size is not applied. Returns noise levels and timesteps, [n] each."""
         config = self.pipe.scheduler.config
         sigma = uniform if config.use_dynamic_shifting else shift_towards_noise(uniform, config.shift)
         return sigma, config.num_train_timesteps * sigma
@@ -324,6 +327,7 @@ class NoisePipeline(Pipeline):
     schedules = NoiseSchedules()
 
     def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
+        """Builds the DDIM scheduler, which computes noise levels, from the settings of the pipeline's scheduler."""
         super().__init__(pipe, base, **options)
         # Not DDIMScheduler.from_config: for keys that the scheduler's file lacks it would take the defaults of DDIM,
         # not of the scheduler's own class

@@ -71,6 +71,8 @@ class FlowSchedules:
             if "flow_shift" not in config:
                 return f"it has no flow_shift. {_supported_classes(FLOW)}"
             return _unsupported_value(config, _SOLVER | _SHIFT_ALONE)
+        # fields that must have certain values because the family computes noise levels from the shift alone, or because
+        # it passes no shift that depends on the image size
         more = _SHIFT_ALONE if self.shift_alone else {} if self.dynamic else _FIXED_SHIFT
         return _unsupported_value(config, _FLOW | more)
 

@@ -59,6 +59,7 @@ class VideoPipeline(FlowPipeline):
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         """Returns [channel, frame, height, width] of latents. Raises UserError for sides and frames that compression
         and patch size do not divide."""
+        # factors of the VAE's compression, and sides of the network's patches
         (in_time, in_space), (t, h, w) = self.compression, self.patches
         default_frames, *default_sides = self.default_size()
         num_frames = default_frames if frames is None else frames
@@ -104,6 +105,7 @@ class Wan(VideoPipeline):
     schedules = FlowSchedules((*FLOW, *FLOW_SOLVERS), shift_alone=True)
 
     def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
+        """Raises UserError for a model with two transformers."""
         super().__init__(pipe, base, **options)
         if pipe.components.get("transformer_2") is not None:
             raise UserError(
@@ -164,6 +166,7 @@ class LTXVideo(VideoPipeline):
     FRAME_RATE = 25
 
     def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
+        """Raises UserError for a VAE that denoises, and for patches larger than 1."""
         super().__init__(pipe, base, **options)
         config = pipe.transformer.config
         if pipe.vae.config.timestep_conditioning or (config.patch_size, config.patch_size_t) != (1, 1):

@@ -34,7 +34,7 @@ class OpenVLAConversion:
 
 def convert(folder: Path, chunk: int | None) -> OpenVLAConversion:
     """Converts the pickles in `folder` to safetensors, `oft.FILES`, in the same folder. chunk: number of actions of a
-    chunk; None: derived from the sizes of action and state.
+    chunk; None: derived from the sizes of action and state. Returns the new files, that number, and the robot's name.
 
     Raises UserError if the folder has no such pickles, or if one holds anything but the expected tensors."""
     num_files = len(list(folder.iterdir()))
@@ -120,8 +120,9 @@ def check_projector(file: Path | None, projector: dict[str, Tensor]) -> None:
 def chunk_length(
     folder: Path, action_dim: int, parts: dict[oft.PartName, dict[str, Tensor]], requested: int | None
 ) -> tuple[int, str | None]:
-    """Returns the number of actions of a chunk: `requested`, or that of the robot with these sizes of action and state.
-    Returns also the robot's name, None if `requested` is given. Raises UserError if no known robot has these sizes."""
+    """Returns the number of actions of a chunk and the name of the robot that has these sizes of action and state;
+    (requested, None) if `requested` is not None. parts: the weights of each part by name. Raises UserError if no known
+    robot has these sizes."""
     if action_dim == ALOHA_ACTION_DIM:
         raise UserError(
             f"{folder}: actions of {ALOHA_ACTION_DIM} numbers are ALOHA's, whose min/max scaling is not supported"
@@ -135,4 +136,4 @@ def chunk_length(
             f"{folder}: no file says how many actions a chunk has; give it, such as --chunk 8, as OpenVLA-OFT's "
             "NUM_ACTIONS_CHUNK was in training"
         )
-    return entry[1], entry[0]
+    return entry[1], entry[0]  # an entry is (robot, number of actions)

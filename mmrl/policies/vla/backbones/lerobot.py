@@ -100,6 +100,7 @@ class LeRobotNormalizer:
         postprocessor: PolicyProcessorPipeline,
         constants: ConstantValues | None,
     ) -> None:
+        """constants: the numbers of actions that never change in the data; None if actions are not normalised."""
         self.normalise = next(step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep))
         self.postprocessor, self.constants = postprocessor, constants
 
@@ -162,6 +163,7 @@ class LeRobotBackbone(Backbone):
         state = torch.stack([row.state for row in rows])
         observation: dict[str, Any] = {
             **dict(zip(self.features, images, strict=True)),
+            # numbers that never change in the data get their value in the data
             OBS_STATE: state if self.constants is None else self.constants.fill(state),
             "task": [row.text for row in rows],
         }
@@ -222,7 +224,8 @@ class LeRobotBackbone(Backbone):
         return LeRobotHead(settings, action, action_dim, state_dim, latent, self)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Saves the whole policy, or its LoRA in LeRobot's format: peft's files and a config.json with use_peft."""
+        """Saves the whole policy, or its LoRA in LeRobot's format: peft's files and a config.json with use_peft. state:
+        the gathered state dict of this module."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.extra_files.items():
             (folder / name).write_bytes(content)
@@ -272,7 +275,8 @@ class SmolVLABackbone(LeRobotBackbone):
         self.width: int = self.unwrapped.model.vlm_with_expert.config.text_config.hidden_size
 
     def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
-        """Encodes images, text and state once. Returns an `ExpertPrefix`: keys and values of every layer."""
+        """Encodes images, text and state once. Returns an `ExpertPrefix`: keys and values of every layer. every_layer:
+        not used."""
         model = self.unwrapped.model
         images, image_masks = self.unwrapped.prepare_images(inputs)
         state = self.unwrapped.prepare_state(inputs)
@@ -304,12 +308,14 @@ class Pi0Backbone(LeRobotBackbone):
     def __init__(
         self, policy: PreTrainedPolicy | peft.PeftModel, files: ProcessorFiles, features: Sequence[str]
     ) -> None:
+        """Builds the backbone, and patches LeRobot so that it works with the installed transformers."""
         super().__init__(policy, files, features)
         _drop_cache_position()
         self.width: int = self.unwrapped.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
 
     def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
-        """Encodes images and text once. Returns an `ExpertPrefix`: keys and values of every layer, and the state."""
+        """Encodes images and text once. Returns an `ExpertPrefix`: keys and values of every layer, and the state.
+        every_layer: not used."""
         model = self.unwrapped.model
         paligemma_with_expert = model.paligemma_with_expert
         images, image_masks = self.unwrapped._preprocess_images(inputs)
@@ -364,6 +370,8 @@ class LeRobotHead(FlowHead):
         latent: tuple[int, int],
         backbone: LeRobotBackbone,
     ) -> None:
+        """latent: the shape that the policy's own action expert denoises, actions of a chunk x numbers of an action.
+        backbone: holds that expert."""
         super().__init__(settings, action, action_dim, state_dim, latent)
         self._backbone = [backbone]  # in a list: its parameters are not this module's
 
@@ -394,6 +402,7 @@ def _drop_cache_position() -> None:
         return
 
     def create_causal_mask(*, cache_position: Tensor, **options: Any) -> Any:
+        """Calls the function of transformers without `cache_position`."""
         return original(**options)
 
     pi_gemma.create_causal_mask = create_causal_mask
@@ -449,6 +458,7 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
         _require_file(path, folder / f"{name}.json")
     files = load_processor_files(path, folder, action)
     config = PreTrainedConfig.from_pretrained(folder)
+    # EMPTY: features of LeRobot that no camera fills
     features = match_features(path, [name for name in config.image_features if EMPTY not in name], action)
     config.device = "cpu"  # the engine moves it
     if saved_config["type"] == "smolvla":

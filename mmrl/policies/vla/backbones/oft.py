@@ -56,6 +56,7 @@ class ActionNetwork(nn.Module):
     """The L1 regression head: maps the hidden states of an action's positions, concatenated, to the action."""
 
     def __init__(self, width: int, action_dim: int) -> None:
+        """Builds layers with the names in OpenVLA-OFT's files. width: size of the backbone's hidden states."""
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(width * action_dim)
         self.fc1 = nn.Linear(width * action_dim, width)
@@ -183,6 +184,7 @@ class PartFiles:
     def _check_head(self, file: Path, chunk: int, width: int, action_dim: int) -> None:
         """Raises UserError if the L1 head's file has another action size, chunk length or width than the job."""
         shapes, metadata = read_header(file)
+        # a missing tensor passes here, and is reported by `check_shapes` below
         size = shapes.get("model.fc2.bias", torch.Size([action_dim]))[0]
         if size != action_dim:
             raise UserError(
@@ -206,6 +208,7 @@ class PartFiles:
                 "action.proprioception=true, or remove the file"
             )
         shapes, _ = read_header(file)
+        # a missing tensor passes here, and is reported by `check_shapes` below
         size = shapes.get("fc1.weight", torch.Size([width, state_dim]))[-1]
         if size != state_dim:
             raise UserError(

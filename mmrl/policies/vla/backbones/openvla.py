@@ -223,6 +223,7 @@ class OpenVLABackbone(Backbone):
         config = self.unwrapped.config
         assert isinstance(config.text_config, LlamaConfig)
         self.width: int = config.text_config.hidden_size
+        # without the ids at the end that only pad the vocabulary
         self.vocabulary: int = config.text_config.vocab_size - config.pad_to_multiple_of
         self.pad, self.end = config.pad_token_id, config.text_config.eos_token_id
         image_config = json.loads(extra_files[PREPROCESSOR])
@@ -274,6 +275,7 @@ class OpenVLABackbone(Backbone):
     ) -> list[OpenVLAObservation]:
         """Preprocesses observations. Raises UserError for a prompt longer than `max_prompt_length`."""
         quantiles = self.preprocessing.states
+        # [:, :0]: without quantiles the state is not read, and rows hold an empty one
         states = torch.from_numpy(state[:, :0].copy() if quantiles is None else quantiles.normalize(state))
         rows = []
         for *cameras, text, row_state in zip(*images, texts, states, strict=True):

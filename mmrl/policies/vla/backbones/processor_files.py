@@ -137,8 +137,8 @@ class Normaliser:
         """Returns the checkpoint's statistics of actions or states. Their names in the file may begin with the name of
         a data set.
 
-        key: action.statistics_key, the name of the data set to choose. Raises UserError if there are no statistics, or
-        those of several data sets and `key` is None."""
+        key: action.statistics_key, the name of the data set to choose. Raises UserError if there are no statistics, and
+        if there are several data sets but `key` does not choose one."""
         feature, required = FEATURES[feature_type], self.required_statistics(feature_type)
         entries: dict[str, Statistics] = {}
         for name, tensor in self.tensors.items():
@@ -223,6 +223,7 @@ def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorF
             if normaliser.required_statistics(feature_type):
                 statistics = _load_statistics(normaliser, feature_type, replacement, action)
                 statistics_of[feature_type] = statistics
+                # of the first processor with statistics of this feature
                 constants[feature_type] = constants[feature_type] or normaliser.find_constants(feature_type, statistics)
         if changed := _with_lerobot_names(normaliser, statistics_of):
             contents |= _changed_files(contents, normaliser, changed)

@@ -71,6 +71,7 @@ class SmallBackbone(Backbone):
         super().__init__()
         self.config = config
         self.warned: set[str] = set()  # unknown words of which the user was told
+        # ids: 0 for unknown words, then the words, then the action tokens
         self.width, self.vocabulary = config.width, len(config.words) + 1 + config.bins
         self.embeddings = nn.Embedding(self.vocabulary, config.width)
         nn.init.normal_(self.embeddings.weight, std=config.width**-0.5)
@@ -78,6 +79,7 @@ class SmallBackbone(Backbone):
             self.board = Board(config)
         elif config.channels:
             self._build_vision(*config.channels)
+        # embeddings of the positions of words
         self.order = nn.Parameter(torch.randn(MAX_WORDS, config.width) * 0.02)
         self.blocks = nn.ModuleList(SmallBlock(config.width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
@@ -213,6 +215,7 @@ class Board(nn.Module):
         self.there = nn.Linear(SQUARE_WIDTH, MAPS)
         # from the sums of words: MAPS numbers that do not depend on the image
         self.heard = nn.Linear(SUMS * width, MAPS)
+        # from the attention maps, the other maps and these numbers: the token
         self.layers = nn.Sequential(nn.Linear(2 * size + MAPS, width), nn.ReLU(), nn.Linear(width, width))
 
     def forward(self, codes: Tensor, words: Tensor) -> Tensor:
@@ -246,7 +249,8 @@ class SmallPrefix:
     """An `mmrl.policies.vla.heads.head.EncodedPrefix` of a `SmallBackbone`, for n prompts."""
 
     def __init__(self, backbone: SmallBackbone, tokens: Tensor, mask: Tensor, every_layer: bool) -> None:
-        """tokens: embeddings [n, t, width]; mask: [n, t] bool."""
+        """Encodes tokens, embeddings [n, t, width]. mask: [n, t] bool, False at padding; every_layer: whether `layers`
+        also holds the inputs of all blocks, not only the last hidden states."""
         self.backbone, self.every_layer, self.mask = backbone, every_layer, mask
         self.block_inputs: list[Tensor] = []  # [n, t, width] of each block; later tokens attend to them
         h = tokens

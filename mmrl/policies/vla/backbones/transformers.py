@@ -31,6 +31,7 @@ class VisionLanguageBackbone(Backbone):
     it."""
 
     def __init__(self, model: nn.Module, processor: Processor, max_prompt_length: int) -> None:
+        """max_prompt_length: in tokens. Raises UserError if the tokenizer has no token that can pad prompts."""
         super().__init__()
         self.model, self.processor, self.max_prompt_length = model, processor, max_prompt_length
         tokenizer = processor.tokenizer

@@ -42,6 +42,7 @@ class ActionCodec:
         intervals."""
         edges = torch.linspace(-1, 1, self.bins, dtype=torch.float64, device=columns.device)
         centers = ((edges[1:] + edges[:-1]) / 2).float()
+        # `bins` edges bound bins - 1 intervals: column 0, which only 1.0 gets, stands for the last one too
         return centers[(self.bins - columns - 1).clamp(0, self.bins - 2)]
 
     def ids(self, columns: Tensor) -> Tensor:
@@ -112,7 +113,8 @@ def statistics_from_bounds(
 ) -> ActionStatistics | None:
     """Returns statistics that map [-1, 1] to a simulator's action bounds (low and high, [action] each).
 
-    Numbers without two finite bounds are not scaled. Returns None if no number is scaled."""
+    bounded: whether the policy's actions are clipped to [-1, 1]. Numbers without two finite bounds are not scaled.
+    Returns None if no number is scaled."""
     low, high = bounds
     finite = np.isfinite(low) & np.isfinite(high) & (high > low)
     mask = finite & ((low != -1) | (high != 1))
@@ -136,5 +138,6 @@ class StateQuantiles:
         normalized = 2 * (state - self.q01) / (self.q99 - self.q01 + 1e-8) - 1
         scaled = np.where(self.mask, normalized, state)
         if not self.clipped:
-            scaled = np.where(self.mask & (self.q99 == self.q01), 0, scaled)  # constant in the data
+            # numbers that are constant in the data, which could become very large without clipping
+            scaled = np.where(self.mask & (self.q99 == self.q01), 0, scaled)
         return (scaled.clip(-1, 1) if self.clipped else scaled).astype(np.float32)

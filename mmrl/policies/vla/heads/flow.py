@@ -170,8 +170,8 @@ class FlowHead(Head):
         """Scores the denoising steps of the window in one forward pass. Each step is one decision, so fields are
         [n, step, ...]. Returns fields of `Replay`, and "weight" if steps are weighted.
 
-        old, reference: velocities that the policy predicted when it sampled, and those of the reference policy, or
-        None.
+        old, reference: velocities that the policy predicted when it sampled, and that the reference policy predicts, or
+        None. `_executed` cuts latents to the chunk that the robot executes.
         """
         points = sampled["points"].cpu()
         v = self._velocity(prefix, state, sampled["x"], self.sampler.grid.sigmas[points])
@@ -357,8 +357,8 @@ class ExpertHead(FlowHead):
     def _score_learned(
         self, likelihood: LearnedNoise, prefix: EncodedPrefix, state: Tensor, sampled: SampledChunks, valid: Tensor
     ) -> dict[str, Tensor]:
-        """Returns log-probability and entropy of the sampled chains under Gaussian steps with learned noise, both
-        [n, 1], reduced over executed actions and denoising steps."""
+        """Returns log-probability and entropy of the sampled chains under Gaussian steps with learned noise, [n, 1]
+        each, reduced over executed actions and denoising steps."""
         chain = sampled["chain"]
         n, k = len(chain), chain.shape[1] - 1
         x, x_next = (rearrange(part, "n k c a -> (n k) c a") for part in (chain[:, :-1], chain[:, 1:]))

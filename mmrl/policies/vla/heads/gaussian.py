@@ -65,7 +65,8 @@ class NormalHead(DiagonalGaussianHead):
         self, mean: Tensor, sampled: SampledChunks, valid: Tensor, old: Tensor | None, reference: Tensor | None
     ) -> dict[str, Tensor]:
         """Returns the fields of `score`, given `mean` [n, chunk, action]. "prediction" holds mean and log standard
-        deviation, [n, decisions, number, 2]."""
+        deviation, [n, decisions, number, 2]. "divergence" and "reference_kl" are computed from `old` and `reference`,
+        the predictions of other policies, unless these are None."""
         log_std = self.clamped_log_std() + sampled["temperature"].log().float()[:, None, None]
         logp = gaussian_logp(sampled["actions"], mean, log_std)
         entropy = gaussian_entropy(log_std).expand_as(logp)
@@ -111,8 +112,9 @@ class SquashedGaussianHead(GaussianHead):
     def score_around(
         self, mean: Tensor, sampled: SampledChunks, valid: Tensor, old: Tensor | None, reference: Tensor | None
     ) -> dict[str, Tensor]:
-        """Returns the fields of `score`, given the `mean` before tanh. The log-density of an action tanh(u) is that of
-        u minus the logarithm of the slope of tanh at u."""
+        """Returns the fields of `score`, given the `mean` before tanh. The log-density of an action tanh(u) is the
+        log-density of u minus the logarithm of the slope of tanh at u. The entropy has no closed form and is left
+        out."""
         before = sampled["before_tanh"]
         fields = super().score_around(mean, {**sampled, "actions": before}, valid, old, reference)
         del fields["entropy"]

@@ -103,7 +103,7 @@ class Head(nn.Module):
     def __init__(self, action: Actions, action_dim: int, state_dim: int) -> None:
         """state_dim: size of the robot's state; `self.state_dim` is 0 if the head does not read the state."""
         super().__init__()
-        self.base: Head | None = None
+        self.base: Head | None = None  # the trained head that a head of some types is built around
         self.shape = (action.chunk, action_dim)
         self.state_dim = state_dim if action.proprioception else 0
 
@@ -140,8 +140,8 @@ class Head(nn.Module):
         return {"actions": actions}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Saves those weights that have a file of their own in a published format, and returns the remaining weights.
-        state: the state dict of this module."""
+        """Saves the weights that have a file of their own in a published format, such as a base head's, and returns the
+        remaining weights. state: the state dict of this module."""
         if self.base is None:
             return state
         rest = self.base.save(folder, {n.removeprefix(BASE): v for n, v in state.items() if n.startswith(BASE)})

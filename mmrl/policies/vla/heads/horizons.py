@@ -32,9 +32,11 @@ class HorizonHead(NormalHead):
         super().__init__(settings, action, action_dim, state_dim)
         chunk, size = self.shape
         horizons = torch.tensor(settings.lengths(chunk))
+        # [horizon, chunk] bool: the actions inside each horizon
         reached = torch.arange(chunk) < horizons[:, None]
         self.register_buffer("reached", reached, persistent=False)
         sizes = [width + self.state_dim + len(horizons), *[settings.width] * settings.layers]
+        # outputs for each action of the chunk: the action, and the score of the horizon's gate
         self.layers = perceptron(sizes, chunk * (size + 1), last_gain=settings.last_gain)
 
     def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:

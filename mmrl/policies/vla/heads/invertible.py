@@ -32,6 +32,7 @@ class InvertibleHead(Head):
         super().__init__(action, action_dim, state_dim)
         self.steps, self.mix, self.apart, self.scale = settings.steps, settings.mix, settings.apart, settings.scale
         self.size = math.prod(self.shape)
+        # inputs: last hidden state, robot's state, one copy of the chunk, and the time of the step
         sizes = [width + self.state_dim + self.size + 1, *[settings.width] * settings.layers]
         self.velocity: nn.Sequential = perceptron(sizes, self.size, last_gain=settings.last_gain)
 

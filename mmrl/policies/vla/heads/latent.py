@@ -128,7 +128,8 @@ class LatentHead(DiagonalGaussianHead):
         return {**by_decision, "prediction": self._packed(*distributions).detach()}
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
-        """Returns the actions, and as "latents" the noise from which `score` samples the latents of a demonstration."""
+        """Returns the actions and what `score` needs to sample the latents of demonstrations, which are not known: as
+        "latents" their noise, and as "count" a random number of latents. "demonstrated" marks these chunks."""
         noise, count = [], []
         for seed in seeds:
             generator = torch.Generator().manual_seed(seed)
@@ -171,7 +172,7 @@ class LatentHead(DiagonalGaussianHead):
     def _distributions(self, context: Tensor, sampled: SampledChunks) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the distribution of each decision given those before it, fp32: mean and log standard deviation of
         latents [n, K, Z, 2], logits of exits [n, K - 1 or 0], and mean and log standard deviation of actions [n, chunk,
-        action, 2]."""
+        action, 2]. For demonstrations, whose "latents" are noise, the latents are sampled here."""
         sampled_latents, demonstrated, mask = (
             self._sampled_latents(sampled),
             sampled["demonstrated"][:, None],

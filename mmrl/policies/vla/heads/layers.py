@@ -44,7 +44,7 @@ class ExpertBlock(nn.Module):
     def __init__(self, width: int, context_width: int, heads: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(3))
-        self.modulation = nn.Linear(width, 6 * width)
+        self.modulation = nn.Linear(width, 6 * width)  # shift, scale and gate of self-attention and of the MLP
         # self-attention of the chunk, and its cross-attention to the context
         self.own, self.cross = Attention(width, width, heads), Attention(width, context_width, heads)
         self.mlp = Feedforward(width)
@@ -114,7 +114,7 @@ class BridgeBlock(nn.Module):
         self.gate = nn.Parameter(torch.zeros(1))
         self.join = nn.Linear(3 * width, width)
         self.mlp = Feedforward(width)
-        self.register_load_state_dict_pre_hook(_widen_gate)
+        self.register_load_state_dict_pre_hook(_widen_gate)  # for weights that older versions saved
 
     def forward(self, h: Tensor, prefix: Tensor, mask: Tensor, queries: Tensor) -> Tensor:
         """Returns the chunk's hidden states after this block, [n, chunk, width]. h: before it, in the same shape;

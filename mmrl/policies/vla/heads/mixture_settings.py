@@ -54,6 +54,7 @@ class ResidualActions(NormalActions):
 
     @model_validator(mode="after")
     def _base_is_one_head(self) -> ResidualActions:
+        """Raises ValueError for a base head that is itself built around another head."""
         if self.base.checkpoint_head is not self.base:
             raise ValueError(
                 f"base.type={self.base.type} is itself built around a head; set base.type to the type of that head"

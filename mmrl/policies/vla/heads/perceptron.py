@@ -17,7 +17,7 @@ def perceptron(
 ) -> nn.Sequential:
     """Builds an MLP with sizes[0] inputs, hidden layers of sizes[1:] and `out` outputs.
 
-    Weights are orthogonal with gain sqrt(2), those of the last layer with gain `last_gain`, and biases are 0, as in
+    Weights are orthogonal, with gain `last_gain` in the last layer and sqrt(2) in the others, and biases are 0, as in
     CleanRL's and ManiSkill's PPO."""
     layers: list[nn.Module] = []
     for in_features, out_features in zip(sizes[:-1], sizes[1:], strict=True):

@@ -35,7 +35,8 @@ class ResidualHead(NormalHead):
     def __init__(
         self, settings: ResidualActions, base: Head, action: Actions, action_dim: int, state_dim: int, width: int
     ) -> None:
-        """width: size of the backbone's hidden states; 0 for a policy without a backbone."""
+        """base: the trained head that proposes actions; it is frozen. width: size of the backbone's hidden states; 0
+        for a policy without a backbone, whose code is computed from the robot's state."""
         super().__init__(settings, action, action_dim, state_dim)
         self.base = base.requires_grad_(False)
         self.every_layer, self.last_layer_only = base.every_layer, base.last_layer_only
@@ -45,6 +46,7 @@ class ResidualHead(NormalHead):
         self.gate = nn.Linear(settings.code, settings.experts)
         size = math.prod(self.shape)
         sizes = [width + self.state_dim + size, *[settings.width] * settings.layers]
+        # last_gain=0: new experts add nothing to the proposal
         self.experts = nn.ModuleList(perceptron(sizes, size, last_gain=0.0) for _ in range(settings.experts))
 
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:

@@ -153,11 +153,12 @@ class Drafter:
         routing replay, the experts of each token."""
         answers = engine.generate(requests, sampling=sampling, eos=self.tokens.eos)
         rows = [draft.tokens for draft in drafts]
+        # distinct_rows(rows)[0]: rows without repetitions, each of which the engine computes once
         self.runner.flops.sampled(rows, distinct_rows(rows)[0], [answer.ids for answer in answers])
         for draft, request, answer in zip(drafts, requests, answers, strict=True):
             experts = None
             if self.runner.routing is not None:
-                length = len(request.ids) + len(answer.ids) - 1
+                length = len(request.ids) + len(answer.ids) - 1  # the last token has not been an input yet
                 experts = self.runner.routing.check(request.name, length, answer.experts)
             draft.append(answer.ids, answer.logp, experts)
 

@@ -40,7 +40,8 @@ class PromptEncoder:
         return None if cached is None or cached[0]() is not prompt else cached[1]
 
     def prompt_problem(self, prompt: Prompt) -> str | None:
-        """Returns why the model cannot read a prompt, as one line, or None if it can.
+        """Returns why the model cannot read a prompt, as one line, or None if it can; its encoding is then stored for
+        `take`.
 
         Reasons: its text holds a placeholder token, it has too many tokens, or the processor refuses its images.
         """

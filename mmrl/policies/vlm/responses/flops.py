@@ -26,7 +26,7 @@ class ResponseFlops:
         self.decoder, head = core.get_decoder(), core.get_output_embeddings()
         self.meter, self._head = SequenceMeter(self.decoder), head
         for part in submodules_outside(core, self.decoder, head):
-            CallMeter(part, self.tally)
+            CallMeter(part, self.tally)  # hooks itself into the module
 
     @property
     def head(self) -> Flops:
@@ -35,13 +35,13 @@ class ResponseFlops:
         # a weight that ZeRO-3 has partitioned has no shape
         forward = 2.0 * weight.numel() if weight.dim() == 2 else 0.0
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.decoder.parameters())
-        # backward: a product for the gradient of the hidden states, and one for that of the weight
+        # backward: a product for the gradient of the hidden states, and one for the gradient of the weight
         return Flops(forward, forward * (trained + weight.requires_grad))
 
     def replayed(self, rows: Sequence[RolloutTokens], prompts: Sequence[RolloutTokens] | None) -> None:
         """Adds the FLOPs of the pass that computed log-probabilities of `rows`. prompts: the distinct prompts, if each
         was computed once for all of its responses; None: if each row was computed with its prompt."""
-        known = self.meter.known
+        known = self.meter.known  # None: the operations of the decoder were never counted
         if known is None:
             return
         if prompts is None:
@@ -67,7 +67,7 @@ class ResponseFlops:
         prefilled: the distinct rows, each computed once for all rows equal to it. shared: whether each prompt of
         `prefilled` was computed once, and then the responses so far after it.
         """
-        known = self.meter.known
+        known = self.meter.known  # None: the operations of the decoder were never counted
         if known is None:
             return
         if shared:

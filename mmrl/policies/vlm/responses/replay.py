@@ -76,8 +76,8 @@ class ResponseReplay:
         return segments.expand(rollouts.mask.shape)
 
     def _others(self, rollouts: Rollouts, row: Tensor, decision: Tensor) -> Tensor | None:
-        """Returns the ids of alternative tokens whose logp is computed too, because a method of the algorithm needs it:
-        [decision, k], or [k] if they are the same for all decisions, such as the full vocabulary; None without."""
+        """Returns the ids of alternative tokens whose logp a method of the algorithm needs too: [decision, k], or [k]
+        if they are the same for all decisions, such as the full vocabulary; None if no method needs any."""
         listed, alternatives = rollouts.extras.get(ALTERNATIVES.name), get_alternatives(rollouts)
         if isinstance(listed, WholeVocabulary):
             return listed.ids.to(self.runner.device)

@@ -164,6 +164,7 @@ class ModelRunner:
             eos=self.tokens.eos,
             max_new_tokens=max(limits),
         )
+        # strict=False: the dummy row, which comes last, has no limit
         return [response[:limit] for response, limit in zip(responses, limits, strict=False)]
 
     def collate(self, rows: Sequence[RolloutTokens], *, padding_side: str) -> dict[str, Tensor]:
@@ -171,9 +172,9 @@ class ModelRunner:
         return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device)
 
     def with_dummy(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
-        """Under ZeRO-3, adds a dummy row with an image to a batch without images. Otherwise this rank would skip the
-        vision tower, while other ranks wait for it to gather the tower's weights. No result of the dummy row is
-        used."""
+        """Returns `rows`; under ZeRO-3 a batch without images gets a further, dummy row with an image. Without it this
+        rank would skip the vision tower, while other ranks wait for it to gather the tower's weights. No result of the
+        dummy row is used."""
         if self.lockstep is None or any(r.images for r in rows):
             return rows
         if self.lockstep.dummy is None:

@@ -102,7 +102,7 @@ class ChatTokenizer:
 
 
 def end_tokens(generation: GenerationConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the ids of all tokens that end a response: first those of the generation config, then the tokenizer's.
+    """Returns the ids of all tokens that end a response: first the generation config's, then the tokenizer's.
     Raises UserError if there are none."""
     declared = generation.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
