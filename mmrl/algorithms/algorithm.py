@@ -155,7 +155,7 @@ class Algorithm(Choice):
                 yield f"algorithm.terms.{i} ({term.type}): {term.remark}"
             if ratios_are_one and term.note_at_one_update:
                 yield f"algorithm.terms.{i} ({term.type}) {ONE_UPDATE}: {term.note_at_one_update}; {REMEDY}"
-        if config.rollout.filters is None:
+        if config.rollout.filters is None:  # no dynamic sampling
             return
         for i, shaper in enumerate(self.shapers):
             if shaper.at_dynamic_sampling:
@@ -300,8 +300,8 @@ class RewardedAlgorithm(Algorithm):
     sampling_policy: SamplingPolicy | None = option(None, "sample rollouts with an EMA of the weights; null: do not")
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
-        """Raises ValueError if dynamic sampling would drop nothing, since a shaper also learns from groups of equal
-        rewards."""
+        """Raises ValueError if dynamic sampling, without a bound `low` or `high`, would drop nothing, since a shaper
+        also learns from groups of equal rewards."""
         super().check(config, offered)
         filters = config.rollout.filters
         shaper_type = next((shaper.type for shaper in self.shaping if shaper.learns_from_equal_rewards), None)

@@ -59,6 +59,8 @@ class GroupedAlgorithm(RewardedAlgorithm):
             yield f"algorithm.transforms.{i} ({transform.type})", transform.needs
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
+        """Raises ValueError if baseline, scale, components and transforms do not fit each other, groups of one rollout,
+        or rollouts that form trees."""
         super().check(config, offered)
         user, instead = f"algorithm.baseline={self.baseline.type}", "=running, greedy, batch_mean or none"
         if self.transforms:
@@ -108,6 +110,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
 
         estimate = Estimator(self.transforms, self.baseline, self.scale, batch, combine)
         varied = self.components.varied(rewards, estimate.groups[0], weights, names)
+        # groups: the group of each rollout, and the number of groups
         self._report(batch, combine(rewards), varied, *estimate.groups)
         return batch.local(self.components.combine(estimate, rewards, weights, names))
 

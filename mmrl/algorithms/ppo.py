@@ -97,6 +97,8 @@ class PPO(RatioAlgorithm):
         return self.shuffle == "steps"
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
+        """Raises ValueError if shuffle=steps splits episodes that `reduce`, `level` or a part of the algorithm needs
+        whole."""
         super().check(config, offered)
         if not self.by_step:
             return
@@ -193,6 +195,7 @@ class PPO(RatioAlgorithm):
         from mmrl.core.advantages import finite_gae, gae
 
         estimate = gae if self.horizon == "infinite" else finite_gae
+        # every_end: the critic's value also replaces the return after terminated episodes, as if they were cut off
         terminated = steps.terminated if self.bootstrap == "time_limit" else torch.zeros_like(steps.terminated)
         return estimate(
             rewards,
@@ -226,7 +229,8 @@ class PPO(RatioAlgorithm):
             micro.advantages = ((a - mean) / (std + 1e-6)).where(m, 0.0).float()
 
     def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
-        """Adds the critic's loss to the surrogate's."""
+        """Computes the surrogate's loss plus value_coefficient x the mean of the critic's squared errors, 0-d, and
+        statistics."""
         from mmrl.core.reduce import reduce
 
         loss, stats = super().objective(micro, replay, reduction)

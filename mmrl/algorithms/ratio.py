@@ -40,6 +40,7 @@ class RatioAlgorithm(RewardedAlgorithm):
     )
 
     def remarks(self, config: JobConfig) -> Iterable[str]:
+        """Yields warnings about settings, also about options without an effect if all likelihood ratios are 1."""
         yield from super().remarks(config)
         if not has_ratios_of_one(self, config):
             return

@@ -22,6 +22,7 @@ def check_sources(config: JobConfig) -> None:
     learns_from |= {f"algorithm.terms.{i} ({term.type})": term.learns_from for i, term in enumerate(algorithm.terms)}
     offered = {source.makes for source in sources}
     for key, kinds in learns_from.items():
+        # None: a source that does not declare its kind may make any
         if kinds and None not in offered and not kinds & offered:
             fitting = [name for name in ExtraSource.kinds if kind_of(ExtraSource, name).makes in kinds]
             raise ValueError(

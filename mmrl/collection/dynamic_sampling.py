@@ -58,7 +58,7 @@ class Candidates:
 
     def select(self) -> Rollouts:
         """Returns this rank's share of the batch, with `filler` True for groups without signal. A collective."""
-        rank_index = self.ranks.rank if self.shared else 0
+        rank_index = self.ranks.rank if self.shared else 0  # without sharing, `shares` has this rank alone
         by_rank = self.ranks.gather(self.candidates) if self.shared else [self.candidates]
         shares = assign_groups(by_rank, self.num_groups)  # for each rank: (rank that sampled the group, candidate)
         rollouts = Rollouts.concat(self._same_columns())

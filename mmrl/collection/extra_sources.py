@@ -184,6 +184,7 @@ class ExtraRolloutSources:
         added = [fill_in_columns(part, fresh) for part in added]
         if any(part.old_logp is not None for part in added):
             fresh = with_old_logp(fresh)
+            # again, since the fresh rollouts have another column now
             added = [fill_in_columns(part, fresh) for part in added]
         return Rollouts.concat([fresh, *added])
 

@@ -49,7 +49,7 @@ class ReadAhead:
         if future is None:
             return self.source[index]
         outcome = self._result(future)
-        if isinstance(outcome, str):
+        if isinstance(outcome, str):  # the reason why the process could not read it
             prompt = self.source[index]
             self._warn(index, prompt, outcome)
             return prompt

@@ -131,7 +131,7 @@ class SampledRounds(ScoredRounds):
                 part = self.sampling.rollout(micro_prompts, group_size, seeds[rows], step=step)
                 parts.append(part)
                 scores.append(background.submit(self.task.score, part.samples, group[rows]))
-                if not settings.scores_in_background:
+                if not settings.scores_in_background:  # scored before the next ones are sampled
                     scores[-1].result()
         batch = Rollouts.concat(parts)
         batch.group, batch.rewards = group, torch.cat([score.result() for score in scores])

@@ -65,6 +65,7 @@ def best_of_subsets(values: Tensor, k: int) -> BestOfSubsets:
     mean_square = sum(float(v) ** 2 * comb(j, k - 1) for j, v in enumerate(ascending)) / subsets
     holding, without = torch.empty(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for i in range(n):
+        # subsets with the value of rank i: it is their maximum, or a value of higher rank j is
         total = float(ascending[i]) * comb(i, k - 1)
         if k > 1:
             total += sum(float(ascending[j]) * comb(j - 1, k - 2) for j in range(i + 1, n))

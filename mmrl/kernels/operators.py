@@ -160,16 +160,17 @@ def token_logprob(
             f"targets have shape {list(targets.shape)}, but logits have {list(logits.shape)}, which must be the same "
             "without the last dimension"
         )
-    _fits("logits", logits, logits.shape, logits)
+    _fits("logits", logits, logits.shape, logits)  # not empty, and of a supported dtype
     _fits("targets", targets, targets.shape, logits, (torch.int64,))
     scale = _inverse(temperature)
     logits, targets = _columns(logits, -1, targets, columns)
     if not uses_compiled(logits):
         return TokenStatistics(*reference.token_logprob(logits, targets, scale))
+    # the kernel reads slices of 2 or 3 dimensions without a copy, if their columns are adjacent
     flat = logits if logits.dim() in (2, 3) else logits.reshape(-1, logits.shape[-1])
     flat = flat if flat.stride(-1) == 1 else flat.contiguous()
     rows = torch.ops.mmrl.token_logprob(flat, targets.reshape(-1).contiguous(), scale)
-    return TokenStatistics(*(r.view(targets.shape) for r in rows[:3]))
+    return TokenStatistics(*(r.view(targets.shape) for r in rows[:3]))  # the others are for the backward pass
 
 
 def hidden_logprob(
@@ -193,7 +194,7 @@ def hidden_logprob(
             f"targets have shape {list(targets.shape)}, but hidden has {list(hidden.shape)}, which must be the same "
             "without the last dimension"
         )
-    _fits("hidden", hidden, hidden.shape, hidden)
+    _fits("hidden", hidden, hidden.shape, hidden)  # not empty, and of a supported dtype
     if weight.dim() != 2:
         raise ValueError(f"weight must be [V, H], got {list(weight.shape)}")
     _fits("weight", weight, (weight.shape[0], hidden.shape[-1]), hidden, (hidden.dtype,))
@@ -205,6 +206,7 @@ def hidden_logprob(
     size = chunk or ROWS_AT_ONCE.get(hidden.device.type, 1024)
     flat, ids = hidden.reshape(-1, hidden.shape[-1]), shifted_targets.reshape(-1).contiguous()
     if uses_compiled(hidden):
+        # the outputs after the third are for the backward pass
         rows = torch.ops.mmrl.hidden_logprob(flat, weight, ids, excluded, scale, size)[:3]
     else:
         rows = reference.hidden_logprob(flat, weight, ids, excluded, scale, size)
@@ -238,7 +240,7 @@ def group_advantage(
     if rewards.dim() not in (1, 2):
         raise ValueError(f"rewards must be [B] or [B, K], got {list(rewards.shape)}")
     table = rewards.view(-1, 1) if rewards.dim() == 1 else rewards
-    _fits("rewards", table, table.shape, table, (torch.float32, torch.float64))
+    _fits("rewards", table, table.shape, table, (torch.float32, torch.float64))  # not empty, and of these dtypes
     _fits("group", group, table.shape[:1], table, (torch.int64,))
     if groups < 1:
         raise ValueError(f"groups must be positive, got {groups}")
@@ -281,6 +283,7 @@ def gae(
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be [B, T], got {list(rewards.shape)}")
     counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    # rewards must not be empty; without `bootstrap` they stand in for it in the check of shapes
     _fits("rewards", rewards, rewards.shape, rewards, (torch.float32, torch.float64))
     for name, t in (("values", values), ("bootstrap", rewards if bootstrap is None else bootstrap)):
         _fits(name, t, rewards.shape, rewards, (rewards.dtype,))
@@ -320,6 +323,7 @@ def clipped_surrogate(
         raise ValueError(f"mode 'constant' needs a positive length, got {length}")
     if log_ratio.dim() != 2:
         raise ValueError(f"log_ratio must be [B, T], got {list(log_ratio.shape)}")
+    # compared with itself: only checks that it is not empty, and of these dtypes
     _fits("log_ratio", log_ratio, log_ratio.shape, log_ratio, (torch.float32, torch.float64))
     _fits("mask", mask, log_ratio.shape, log_ratio, None)
     a = advantages.detach()
@@ -350,7 +354,8 @@ def _denoise_shapes(
     x: Tensor, v: Tensor, other: Tensor, name: str, a_x: Tensor, a_v: Tensor, std: Tensor, reduction: str
 ) -> torch.Size:
     """Checks the arguments of a denoising kernel: x, v and `other` [N, ...], the coefficients a_x, a_v and std [N], and
-    the reduction. name: that of the parameter `other`, for messages. Returns the shape of x. Raises ValueError."""
+    the reduction. name: the name of the parameter `other`, for messages. Returns the shape of x. Raises ValueError if
+    they do not fit."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     if x.dim() < 2:

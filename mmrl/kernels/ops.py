@@ -97,7 +97,7 @@ def _(hidden: Tensor, *_: object) -> Grads:
 def _(
     g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, hidden: Tensor, weight: Tensor, *others: object
 ) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape if others[-1] else (0,))
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape if others[-1] else (0,))  # last: for_weight
 
 
 @torch.library.register_fake("mmrl::group_advantage")
@@ -136,6 +136,7 @@ def _chunks(hidden: Tensor, weight: Tensor, excluded: Tensor | None, chunk: int)
 def _(
     hidden: Tensor, weight: Tensor, targets: Tensor, excluded: Tensor | None, inverse_temperature: float, chunk: int
 ) -> Grads:
+    """Computes `token_logprob` of hidden @ weight.T, a chunk of rows at a time. excluded: ids of probability 0."""
     parts = [
         torch.ops.mmrl.token_logprob(logits, targets[part], inverse_temperature)
         for part, logits in _chunks(hidden, weight, excluded, chunk)

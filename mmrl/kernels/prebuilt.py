@@ -100,7 +100,7 @@ def _other_gpu(capability: tuple[int, int], architectures: list[str]) -> str:
     """Returns the reason why code for `architectures`, such as "90", does not run on a GPU of this compute capability
     (major, minor); "" if it does. Code for the same major and a lower or equal minor number runs; newer GPUs run the
     PTX of the newest architecture."""
-    supported = [(int(a[:-1]), int(a[-1])) for a in architectures]
+    supported = [(int(a[:-1]), int(a[-1])) for a in architectures]  # "90" is (9, 0)
     if capability >= max(supported) or any(a[0] == capability[0] and a[1] <= capability[1] for a in supported):
         return ""
     return f"it is for sm_{', sm_'.join(architectures)}, this GPU is an sm_{capability[0]}{capability[1]}"

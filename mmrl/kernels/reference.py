@@ -91,7 +91,7 @@ def group_advantage(
     if baseline == 1:
         centred = centred * (count / (count - 1).clamp(min=1))[group]
     if scale != 2:
-        divisor = std[group] if scale == 0 else _moments(reward, torch.zeros_like(group), 1)[2]
+        divisor = std[group] if scale == 0 else _moments(reward, torch.zeros_like(group), 1)[2]  # [2]: the std
         centred = torch.where(divisor > 0, centred / (divisor + eps), 0)
     return centred.where(~reward.isnan(), 0), count, mean, std
 
@@ -139,7 +139,8 @@ def clipped_surrogate(
     divisor: float,
 ) -> tuple[Tensor, Tensor]:
     """Computes PPO's clipped loss of log-ratios and advantages [B, T], and (mean ratio, clipped below, clipped above).
-    reduction: 0 token mean, 1 sequence mean, 2 sequence sum."""
+    reduction: 0 token mean, 1 sequence mean, 2 sequence sum. low, high: the clip range is 1 - low .. 1 + high. total:
+    the number of decisions or rollouts to divide by, None: those here; divisor: a further one."""
     ratio = log_ratio.where(mask, 0).exp()
     a = advantages.where(mask, 0)
     rows = -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a).where(mask, 0).sum(1)

@@ -89,6 +89,7 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         scores = torch.zeros(rollouts.mask.shape)
 
         def losses() -> Iterator[Tensor]:
+            """Yields the loss of each micro-batch, and stores its process rewards in `scores`."""
             for rows in context.micro_batches:
                 values = self._rewards(module, rollouts.select(rows), context)
                 scores[rows] = values.detach().float().cpu()

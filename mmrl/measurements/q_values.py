@@ -166,8 +166,9 @@ class QLearner:
         return estimates
 
     def _encode(self, prompts: Sequence[Prompt], copies: Tensor, size: int) -> Transitions:
-        """Returns the transitions of distinct recorded steps. copies: [step] int64, see `Transitions`; size: number of
-        observations that the policy encodes at once."""
+        """Returns the transitions of distinct recorded steps; if V is not learned, with a chunk that the current policy
+        samples at each next observation. copies: [step] int64, see `Transitions`; size: number of observations that
+        the policy encodes at once."""
         import torch
 
         policy, (width, chunk_width) = self.off_policy, self.off_policy.encoding_sizes

@@ -197,8 +197,8 @@ class GroupDivergence(PreparedMeasurement["DecisionColumn"]):
         return "group divergence"
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
-        """Sums the divergence over blocks of the vocabulary, so that the log-probabilities of one block are stored at a
-        time."""
+        """Returns the divergence, [rollout, decision], summed over blocks of the vocabulary, so that the
+        log-probabilities of only one block are stored at a time."""
         import torch
 
         from mmrl.core.credit import divergence_in_group

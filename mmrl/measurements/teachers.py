@@ -51,6 +51,8 @@ class Teacher(Choice):
 
     @classmethod
     def expand(cls, value: object) -> Any:
+        """Returns a mapping without a type with the type that one of its keys implies; see `Choice.expand` for
+        others."""
         if isinstance(value, dict) and "type" not in value:
             implied = next((key for key in ("path", "recipe", "server", "by_tag", "view") if key in value), None)
             return value if implied is None else {"type": "path" if implied == "recipe" else implied, **value}

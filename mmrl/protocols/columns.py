@@ -48,6 +48,7 @@ def check_column(
             f"{key} reads {column}, which is not a column of rollouts ({known}, reward/NAME) and not in the metadata "
             f"of the task's prompts (they have {', '.join(sorted(metadata)) or 'none'}); name one of these"
         )
+    # equal in a group: means over the group, and what belongs to the prompt, unless the group has two prompts
     elif needed.varies and (needed.name != column or (column not in ROLLOUT_COLUMNS and not paired)):
         raise ValueError(
             f"{key} compares rollouts of a group by {needed.name}, which is the same for all of them; name a column "

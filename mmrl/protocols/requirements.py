@@ -67,6 +67,7 @@ class Needs:
     gates: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        """Raises SettingsError for a value of a wrong type, with the form to write, and for an unknown statistic."""
         if self.reference is not None and not isinstance(self.reference, Reference):
             raise SettingsError(
                 f"Needs(reference={self.reference!r}): write Needs(reference=Reference()), with Reference from "

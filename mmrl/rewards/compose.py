@@ -65,6 +65,7 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
         return reward
     failures.max_timeouts = spec.max_timeouts or MAX_TIMEOUTS_IN_PROCESS
     default_s = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
+    # in this process only custom rewards run with a deadline
     return GuardedReward(reward, failures, (spec.deadline_s or default_s) if is_custom(spec.name) else None)
 
 
@@ -81,7 +82,7 @@ def _build_under_interpreter(spec: RewardSpec, python: str, failures: Failures) 
         spec.name, spec.options, python, spec.deadline_s or BATCH_S, failures, signature=spec.signature
     )
     _check_batch_size(spec, reward)
-    return GuardedReward(reward, failures, None)
+    return GuardedReward(reward, failures, None)  # None: the reward itself enforces its deadline
 
 
 def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
@@ -137,7 +138,8 @@ class RewardSet:
         group: [rollout] integers, the index of the prompt that a rollout answers; needed only by rewards that compare
         the rollouts of a group. only: names of the components to compute; the others are NaN. A score of None, NaN or
         infinity becomes NaN, never 0. Samples on which a reward raises, ends its process or takes too long get NaN,
-        too; they are counted, and a warning is logged. Conversations whose environment failed get NaN.
+        too; they are counted, and a warning is logged. Conversations whose environment failed get NaN. A prompt that a
+        component does not apply to gets its `elsewhere`, 0 by default. `reasons` is updated.
 
         Raises UserError, which names the reward, for a wrong number of values, a value that is not a number, a missing
         group, a reward server that is down, and a sample of the wrong kind.

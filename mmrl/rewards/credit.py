@@ -52,6 +52,7 @@ def several_choices(*, letters: str = "ABCDEFGHIJ", credit: str = "subset") -> R
         return reader.read(gold_answer_text(gold))
 
     def reward(sample: Sample) -> float | None:
+        """Returns the credit for the letters that the answer selects; None if the gold answer names none."""
         right = {letter for gold in gold_answers(sample) for letter in gold_letters(str(gold))}
         if not right:
             return None
@@ -123,6 +124,7 @@ def tool_calls() -> Reward:
     """
 
     def reward(sample: Sample) -> float | None:
+        """Returns the agreement of a response's tool calls with the gold calls, 0 to 1; None without gold calls."""
         gold_calls = _gold_calls(sample.prompt.answer)
         if not gold_calls:
             return None
@@ -168,8 +170,10 @@ def sections(*, tags: Sequence[str]) -> Reward:
         raise ValueError(f"tags must be different names, one or more, not {list(tags)}")
 
     def reward(sample: Sample) -> float:
+        """Returns 1 if the response consists of the sections of `tags`, in order, else 0."""
         remaining = full_response(sample).strip()
-        # `full_response` adds the prompt's <think>. Where it is unknown whether it had one (None), it is assumed.
+        # `full_response` adds the prompt's <think>. Where it is unknown whether the prompt had one (None), a missing
+        # one is assumed to be there.
         if tags[0] == "think" and "<think>" not in remaining and sample.prompt_opens_think is None:
             remaining = f"<think>{remaining}"
         for tag in tags:
@@ -186,8 +190,8 @@ def sections(*, tags: Sequence[str]) -> Reward:
 
 
 def _gold_calls(gold: Any) -> list[dict[str, Any]]:
-    """Reads gold calls from a list, from its JSON, or from a string with calls in tags as in a response; [] if there
-    are none."""
+    """Reads gold calls from a list, from its JSON, or from a string with calls in tags as in a response; [] if it
+    is anything else."""
     if isinstance(gold, str):
         calls = texts_between(gold, "<tool_call>", "</tool_call>")
         gold = [_parse_call(text) for text in calls] if calls else _json(gold)
@@ -213,7 +217,7 @@ def _parse_call(text: str) -> dict[str, Any] | None:
 
 def _call_score(arguments: object, gold: dict[str, Any]) -> float:
     """Scores the arguments of a tool call whose name is right, 0 to 1: the mean of 1 for the name, the overlap of
-    argument names, and the share of right values."""
+    argument names, and the share of right values. gold: the right arguments."""
     arguments = arguments if isinstance(arguments, dict) else {}
     names = set(arguments) | set(gold)
     shared = len(set(arguments) & set(gold)) / len(names) if names else 1.0

@@ -96,6 +96,7 @@ class TimedCalls:
         try:
             return self._thread.call(function, argument, deadline_s)
         except TimeLimit:
+            # `leave` tries to end the call, and returns whether it still runs
             self._stuck = [thread for thread in (*self._stuck, self._thread) if thread.leave()]
             self._thread = None
             if len(self._stuck) > MAX_STUCK:
@@ -115,6 +116,7 @@ class CallingThread:
     """A thread that runs calls with a time limit, on the GPU of the thread that created it."""
 
     def __init__(self) -> None:
+        # calls as (function, argument), None to end the thread; then (result, None) or (None, exception)
         self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], Any] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -149,7 +151,7 @@ class CallingThread:
 
     def _serve(self, device: int | None) -> None:
         """Runs calls of the queue until None comes; results and exceptions go to the caller. device: the GPU to use."""
-        _SERVING.add(threading.get_ident())
+        _SERVING.add(threading.get_ident())  # for processes that a call forks, see `_watch_parent`
         if device is not None:
             torch.cuda.set_device(device)
         try:

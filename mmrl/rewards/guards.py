@@ -30,7 +30,7 @@ def out_of_gamut(images: Tensor, tolerance: float = 0.0) -> Tensor:
 
 
 def sharpness(images: Tensor) -> Tensor:
-    """Returns the population variance of L = up + down + left + right - 4 centre of the luma, over the inner pixels.
+    """Returns the population variance, over the inner pixels, of the luma's up + down + left + right - 4 x centre.
 
     images: [rollout, channel, height, width] in 0..1; returns [rollout]. A reward that is hacked by blur lowers it, one
     hacked by noise raises it. Raises ValueError below 3 x 3 pixels.

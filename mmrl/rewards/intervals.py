@@ -22,6 +22,8 @@ def interval_iou(*, least: float = 0.0) -> Reward:
         raise ValueError(f"least must be at least 0 and below 1, not {least}")
 
     def reward(sample: Sample) -> float | None:
+        """Returns the IoU of the answer's last two times and the gold interval; None if the gold answer is no
+        interval."""
         gold = gold_times(sample.prompt.answer)
         if len(gold) != 2 or not _is_interval(gold):
             return None

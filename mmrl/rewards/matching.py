@@ -32,7 +32,8 @@ def soft_assignment(gains: Table, epsilon: float, rounds: int = 200) -> list[lis
     rows, columns = table.shape
     full = np.zeros((max(rows, columns),) * 2)
     full[:rows, :columns] = table
-    # exp(-600) is the smallest weight: a row of zeros could not be scaled to a sum of 1.
+    # Subtracting 1 only scales the weights, so that none exceeds 1. exp(-600) is the smallest weight: a row of zeros
+    # could not be scaled to a sum of 1.
     weights = np.exp(np.maximum((full - 1) / epsilon, -600.0))
     for _ in range(rounds):
         weights = weights / weights.sum(1, keepdims=True)

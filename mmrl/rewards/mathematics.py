@@ -44,6 +44,7 @@ def math(*, precision: int = 6) -> Reward:
         return equal and not _differ_below_one(gold, response, precision)
 
     def reward(sample: Sample) -> float | None:
+        """Returns 1 if the answer equals a gold answer, else 0; None if a gold answer does not parse."""
         gold_expressions = [
             parse_math(_with_delimiters(_to_latex(gold_answer_text(str(gold))))) for gold in gold_answers(sample)
         ]
@@ -53,7 +54,7 @@ def math(*, precision: int = 6) -> Reward:
         answer = answer_in_text(remainder)
         if not answer:
             return 0.0
-        is_full_text = answer == remainder  # perhaps prose with the result somewhere in it
+        is_full_text = answer == remainder  # perhaps prose: first parsed without delimiters
         answer = _to_latex(answer)
         response = (is_full_text and parse_math(answer)) or parse_math(_with_delimiters(answer))
         return float(any(is_equal(gold, response) for gold in gold_expressions))

@@ -133,6 +133,7 @@ def build(
         return _build_checked(name, partial(adapt, name, target, signature, options))
     if target is not None and not inspect.isclass(target):
         check_signature(name, target)
+        # [1:]: without the parameter `sample`
         _check_options(name, list(inspect.signature(target).parameters.values())[1:], options)
         reward = partial(target, **options)
     else:
@@ -145,6 +146,7 @@ def build(
         raise ValueError(f"reward {name!r} scores batches; remove isolated: true, which is for rewards of one sample")
     if not isolated:
         return reward
+    # The reward above was built to check its options; workers build their own.
     return IsolatedReward(
         name, options, deadline_s or DEADLINE_S, workers=workers or WORKERS, limits=limits, failures=failures
     )

@@ -42,6 +42,7 @@ def tool_bonus(*, success: Reward | None = None) -> Reward:
     success = exact_match() if success is None else success
 
     def score(sample: Sample) -> float | None:
+        """Returns 1 if a tool was used and `success` gives 1 or more, else 0; None without a conversation or number."""
         if sample.conversation is None:
             return None
         value = success(sample)

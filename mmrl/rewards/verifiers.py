@@ -43,6 +43,7 @@ def exact_match(*, articles: bool = False, punctuation: bool = False) -> Reward:
         return normalize_answer(gold_answer_text(gold), articles, punctuation)
 
     def reward(sample: Sample) -> float | None:
+        """Returns 1 if the answer equals a gold answer, else 0; None if all gold answers are empty."""
         golds = [text for gold in gold_answers(sample) if (text := normalized_gold(str(gold)))]
         if not golds:
             return None
@@ -102,6 +103,7 @@ def numeric(*, rtol: float | None = None, atol: float | None = None) -> Reward:
         return last_quantity(gold_answer_text(gold))
 
     def reward(sample: Sample) -> float | None:
+        """Returns 1 if the answer's last number is near a gold number, else 0; None without a gold number."""
         golds = [number for gold in gold_answers(sample) if (number := gold_number(str(gold))) is not None]
         if not golds:
             return None
@@ -119,9 +121,10 @@ def think_answer() -> Reward:
     """
 
     def reward(sample: Sample) -> float:
+        """Returns 1 if the response has the form <think>...</think><answer>...</answer>, else 0."""
         response = full_response(sample)
         counts = [response.count(tag) for tag in _TAGS]
-        # If it is not known whether the prompt ended with the tag, it may have.
+        # Where it is unknown whether the prompt ended with <think> (None), the response need not have the tag.
         openings = (0, 1) if sample.prompt_opens_think is None else (1,)
         match = _FORMAT.fullmatch(response) if counts[1:] == [1, 1, 1] and counts[0] in openings else None
         return float(match is not None and "<think>" not in match[1] and all(part.strip() for part in match.groups()))

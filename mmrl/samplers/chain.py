@@ -73,7 +73,7 @@ class Sampler:
 
     def _visits(self, window: list[int], start: int, stop: int) -> list[int]:
         """Returns the grid points that a row visits from `start` to `stop`: all up to the end of the window, then
-        `tail.steps` evenly spaced ones."""
+        `tail.steps` evenly spaced ones to the end of the grid; all, if `stop` is before the end of the grid."""
         last = len(self.grid)
         window_end = max(window) + 1 if window else start
         if stop < last:
@@ -139,6 +139,7 @@ def run(
             data = predicted_data(x[rows], v, sampler.grid.sigmas[point], sampler.deterministic)
             if previous_data is not None and visit > 0:
                 previous_point = points[rows, visit - 1]
+                # second order needs two deterministic steps in a row
                 second = ~is_stochastic & ~stochastic[rows, visit - 1]
                 x_next = x_next + _second_order_term(
                     data, previous_data[rows], sampler, previous_point, point, next_point, second

@@ -65,6 +65,7 @@ def chain_likelihood(
     x, x_next, flat_v, old_v = (part.flatten(0, 1) for part in (x, x_next, v, old_v))
     step = Coefficients(*(part.flatten() for part in step))
     if element_mask is not None:
+        # masked elements end at the old policy's mean, which all policies then predict, so they add no likelihood ratio
         expected, _, _ = gaussian_step(x, old_v, step, noise=torch.zeros_like(x), keep_mean=False)
         x_next = x_next.where(element_mask.expand(shape).flatten(0, 1), expected)
     scored = step._replace(std=torch.full_like(step.std, HALF**0.5)) if unscaled else step

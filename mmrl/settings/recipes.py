@@ -20,7 +20,7 @@ def shipped() -> dict[str, Path]:
 
 
 def resolve(path: Path) -> Path:
-    """Returns the file at `path`, or the shipped recipe that it names.
+    """Returns the file at `path`, or the shipped recipe that it names, if it is a bare name without suffix and folder.
 
     Raises FileNotFoundError, with a message in one line that names the nearest recipe.
     """

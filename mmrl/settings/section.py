@@ -120,6 +120,7 @@ def make(model: type[Model], tree: object, path: Path_ = ()) -> Model:
             raise SettingsError(unknown_key_message(key, model, path))
     values = {}
     for name, field in model.model_fields.items():
+        # null stands for the default of a key that does not accept None
         if name in tree and not (tree[name] is None and not _accepts_none(field.annotation)):
             value = _with_default_type(field, tree[name])
             values[name] = resolve(field.annotation, value, (*path, name), _allowed_types(field))

@@ -56,7 +56,7 @@ class DistributionMatching(RewardedAlgorithm):
 
     def advantages(self, batch: Batch) -> Tensor:
         """Computes the weights minus their baseline, [rollout]. The baseline `present` is subtracted in `objective`,
-        since it depends on the current policy."""
+        since it depends on the current policy. Also stores which rollouts are in the loss."""
         import torch
 
         from mmrl.rollouts import Column

@@ -53,7 +53,8 @@ class TiltMatching(RewardedAlgorithm):
             )
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Computes the weight of the response's tokens, e^(tilt r) - c, [rollout]; 0 if the reward is unknown."""
+        """Computes the weight of the response's tokens, e^(tilt r) - c, [rollout], 0 if the reward is unknown; and
+        stores c, the factor of the control variate."""
         import torch
 
         from mmrl.rollouts import Column

@@ -82,7 +82,8 @@ class CandidatePreference(StepwisePreference):
 
 
 def step_pairs(micro: Rollouts) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the row of the chosen candidate, of the rejected one, and the step of each pair; [pair] int64 each."""
+    """Returns the row of the chosen candidate, of the rejected one, and the step of each pair; [pair] int64 each.
+    Advantages are 1 for the chosen candidate of a step, -1 for the rejected one, else 0."""
     import torch
 
     assert micro.advantages is not None

@@ -80,7 +80,8 @@ class GroupLoss(Algorithm):
 
 def chosen_and_rejected(micro: Rollouts) -> list[tuple[Tensor, Tensor]]:
     """Returns the rows of the chosen and the rejected rollouts, [n] int64 each, of every group that has at least one
-    chosen and one rejected rollout. Rollouts without a masked-in decision are left out."""
+    chosen (advantage above 0) and one rejected rollout (below 0). Rollouts without a masked-in decision are left
+    out."""
     assert micro.advantages is not None
     sign = (micro.advantages * micro.mask).sum(1).sign()
     pairs = []

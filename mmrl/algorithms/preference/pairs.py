@@ -141,5 +141,6 @@ def with_rejected_answer(prompt: Prompt) -> Prompt:
             f"prompt {prompt.id} has no `rejected` in its metadata, but algorithm.type=offline_preference needs pairs; "
             "use task.data.type=pairs or set task.data.rejected=true"
         )
+    # the key that holds the demonstration
     key = "target" if "target" in prompt.metadata else "demonstration"
     return replace(prompt, metadata=prompt.metadata | {key: prompt.metadata["rejected"]})

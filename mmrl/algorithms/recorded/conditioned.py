@@ -59,6 +59,7 @@ class AdvantageConditioned(RecordedSteps):
         returns = self.returns.of(prompts)
         good, bad = self._policy.advantage_labels
         with torch.no_grad():
+            # one seed for all, since only the critic's values are read
             steps = self._policy.demonstrate(list(prompts), [0] * len(prompts))
             differences = returns - self._policy.replay(steps, self._policy.module).value[:, 0].cpu()
         bound = differences.quantile(1 - self.positive)

@@ -29,8 +29,8 @@ class History(Transform):
     keep: float = option(0.9, "decay of the running mean and std per step", ge=0, lt=1)
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        """Returns (rewards - mean) / std of earlier steps, [rollout of all ranks], and adds this step's rewards to both
-        running averages, that of the reward and that of its square."""
+        """Returns (rewards - mean) / std of earlier steps, [rollout of all ranks], and adds this step's rewards to
+        the running averages of rewards and of squared rewards."""
         scored = rewards[~rewards.isnan()]
         if not len(scored):
             return rewards

@@ -39,6 +39,7 @@ class Modes(Transform):
         from mmrl.core.distances import ngram_similarity
 
         changed, responses = rewards.clone(), batch.responses()
+        # the right answers of each group
         for rows in group_rows(rewards.where(rewards > self.threshold, float("nan")), batch.column("group")):
             if len(rows) < 2:
                 continue

@@ -41,8 +41,8 @@ class ViewContrast(Transform):
         return Needs(measurements=(ViewAnswers(self.view),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        """Returns the rewards plus `bonus` for right responses of groups whose mean accuracy is at least margin x that
-        under the view; [rollout of all ranks]."""
+        """Returns the rewards plus `bonus` for right responses of groups whose mean accuracy is at least margin x the
+        mean accuracy under the view; [rollout of all ranks]."""
         view_accuracy = batch.gather(batch.measured(ViewAnswers(self.view)).accuracy)
         right = batch.column("accuracy") == 1
         accuracy = batch.column("group/accuracy")

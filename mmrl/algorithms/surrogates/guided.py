@@ -41,6 +41,7 @@ class Guided(Clipped):
         from mmrl.rollouts import DEMONSTRATION
 
         values, stats = surrogate(log_ratio, advantages, kind="clip", **self.bounds)
+        # without origins all rollouts are the policy's own, origin 0
         origin = torch.zeros(len(micro), dtype=torch.int64) if micro.origin is None else micro.origin
         is_demonstration = (origin == DEMONSTRATION).to(values.device)[:, None].expand(values.shape)
         p = replay.logp.exp()

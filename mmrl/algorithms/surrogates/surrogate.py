@@ -122,6 +122,7 @@ class Clip(Clipped):
         from mmrl.kernels import clipped_surrogate
 
         mode, segment_weight = reduction.as_decisions()
+        # the objective is proportional to the advantage, so weights of decisions (0 or more) are applied to it
         for weight in (replay.weight, segment_weight):
             advantages = advantages if weight is None else advantages * weight
         loss, means = clipped_surrogate(

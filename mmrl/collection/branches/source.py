@@ -72,7 +72,7 @@ class Branches(ExtraSource):
         return self.count
 
     def make(self, fresh: Rollouts) -> Rollouts:
-        """Samples the same number of branches for every group, so that ranks make the same number of forward passes."""
+        """Samples and returns `count` branches of every group, so that ranks make the same number of forward passes."""
         import torch
 
         from mmrl.rollouts import Rollouts, fill_in_columns, unshared_nodes
@@ -80,6 +80,7 @@ class Branches(ExtraSource):
         members = replace(fresh, nodes=unshared_nodes(fresh)) if fresh.nodes is None else fresh
         used: set[State] = set()
         for number in range(self.rounds):
+            # the first rounds have one more if `count` is not a multiple of `rounds`
             num_branches = self.count // self.rounds + (number < self.count % self.rounds)
             new = self._sample_branches(members, num_branches, used)
             members = Rollouts.concat([members, fill_in_columns(new, members)])

@@ -43,7 +43,8 @@ class ActionProposals(StoredSteps):
         return self.steps
 
     def make(self, fresh: Rollouts) -> Rollouts:
-        """Returns chunks in groups, or as many masked rollouts if no step is stored yet."""
+        """Returns `group_size` sampled chunks for each of this rank's drawn steps, as a group; as many masked rollouts
+        if no step is stored yet."""
         from mmrl.rollouts import PROPOSED
 
         stored, positions = self._sample()

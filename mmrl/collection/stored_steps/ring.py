@@ -157,7 +157,7 @@ class StepRing:
         while this is one of the newest `checkpoints` states."""
         numbers = [int(segment.path.stem) for segment in self.segments]
         saved = self._saved()
-        if numbers and saved[-1:] != [numbers]:
+        if numbers and saved[-1:] != [numbers]:  # a new state: its numbers are stored, so that its files stay
             text = json.dumps([*saved, numbers][-self.checkpoints :])
             write_atomically(self.folder / SAVED, lambda path: path.write_text(text))
         return {"next": self.next, "files": numbers}

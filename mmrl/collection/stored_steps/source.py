@@ -61,7 +61,7 @@ class StoredSteps(ExtraSource):
         self._ring = StepRing(folder, size=self.keep, chosen=self.of, checkpoints=checkpoints)
 
     def make(self, fresh: Rollouts) -> Rollouts:
-        """Returns stored steps, or as many masked rollouts if none is stored yet."""
+        """Returns this rank's share of stored steps as rollouts, or as many masked rollouts if none is stored yet."""
         from mmrl.rollouts import REPLAYED
 
         prompts, positions = self._sample()

@@ -104,7 +104,9 @@ class TrlReward(BatchReward):
         self._prompts, self._messages = prompts, messages
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """Scores a batch. Raises UserError for a required parameter that is not a column of any row."""
+        """Calls the function and returns its scores. It gets lists: the completions, the prompts if it takes them, and
+        the rows' columns that it takes, None where a row lacks one. Raises UserError for a required parameter that is
+        not a column of any row."""
         rows = [_columns(sample.prompt) for sample in samples]
         available = list(dict.fromkeys(key for row in rows for key in row))
         for name, required in self._columns.items():

@@ -42,6 +42,7 @@ def process(
     ending = re.compile(re.escape(separator) if separator else _ENDS[split])
 
     def reward(sample: Sample) -> Spans:
+        """Returns the steps of a response as spans with the scorer's values."""
         bounds = steps(sample.response, ending)
         values = list(score(sample, [sample.response[begin:end] for begin, end in bounds]))
         if len(values) != len(bounds):

@@ -60,7 +60,8 @@ class TextJudge(TwoWordJudgeReward):
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Returns for each sample the weighted mean of P(yes) / (P(yes) + P(no)) over its criteria, with one question
-        to the judge for each. All questions go to the judge in one call."""
+        to the judge for each; a criterion is left out if the response lacks a part that its question needs. All
+        questions go to the judge in one call."""
         questions: list[JudgeQuestion] = []
         sample_questions: list[list[tuple[int, float]]] = []  # for each sample: indices and weights of its questions
         for sample in samples:
@@ -187,8 +188,8 @@ def evenly_spaced(frames: Sequence[Image.Image], num_frames: int) -> list[Image.
 
 
 def _with_weights(criteria: Sequence[Any]) -> list[tuple[str, float]]:
-    """Returns criteria with their weights. Raises ValueError for anything but a string, or a pair of a string and a
-    positive weight."""
+    """Returns criteria with their weights, 1 for a plain string. Raises ValueError for anything but a string, or a pair
+    of a string and a positive weight, and for an empty list."""
     weighed = []
     for criterion in criteria:
         text, weight = (criterion, 1.0) if isinstance(criterion, str) else (criterion[0], float(criterion[1]))

@@ -101,7 +101,8 @@ class Endpoint:
                 raise
 
     def _ask(self, question: JudgeQuestion, answers: tuple[str, str]) -> tuple[float, float]:
-        """Sends one question and returns the probabilities of the two answers."""
+        """Sends one question and returns the probabilities of the two answers at the verdict: the first token, or with
+        `think_tokens` the last one that is an answer; 0 for both without a verdict."""
         answer = self._post(question, max_tokens=self.think_tokens + 1, logprobs=True, top_logprobs=MAX_TOP_LOGPROBS)
         try:
             content_tokens = answer["choices"][0]["logprobs"]["content"]
@@ -173,7 +174,7 @@ class LocalJudge:
         self._tokens: list[str] = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
         self._ids: dict[str, list[int]] = {}
         for word in answers:
-            self._token_ids(word)
+            self._token_ids(word)  # raises ValueError if no token is this word
 
     @torch.no_grad()
     def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:

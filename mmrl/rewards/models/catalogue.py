@@ -44,8 +44,8 @@ SERVER = "-m vllm.entrypoints.cli.main serve {model} --host 127.0.0.1 --port 810
 
 
 def _served(reward: str, model: str, gigabytes: float, license: str | None, *options: str) -> CatalogueEntry:
-    """Returns the entry of a reward whose model runs in a vLLM server. gigabytes, license: those of the model's
-    weights; options: further lines of its options."""
+    """Returns the entry of a reward whose model runs in a vLLM server. gigabytes, license: size and license of
+    the model's weights. options: further lines of the reward's options."""
     return CatalogueEntry(
         reward,
         ('base_url: "http://localhost:8100/v1"', f"model: {model}", *options),

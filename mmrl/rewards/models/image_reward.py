@@ -118,7 +118,7 @@ def _vision_encoder(state: Mapping[str, Tensor]) -> Any:
         intermediate_size=state["blocks.0.mlp.fc1.weight"].shape[0],
         num_hidden_layers=_num_layers(state, "blocks"),
         num_attention_heads=width // HEAD_WIDTH,
-        image_size=patch * round((state["pos_embed"].shape[1] - 1) ** 0.5),
+        image_size=patch * round((state["pos_embed"].shape[1] - 1) ** 0.5),  # - 1: without the class token
         patch_size=patch,
         layer_norm_eps=1e-6,
     )

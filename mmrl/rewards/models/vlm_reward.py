@@ -63,6 +63,7 @@ class VlmReward:
         self.tokens, self.normal = _check_tokens(tokens, normal or {}), dict(normal or {})
         self.source, self.device = source, device
         state = read_weights(weights)
+        # instructions by name of their head; "" for a single head
         named = {"": instruction} if isinstance(instruction, str) else dict(instruction)
         self.instructions = {name: _instruction(path, self.tokens) for name, path in named.items()}
         self.heads = {name: _head(state, name, weights) for name in named}

@@ -84,8 +84,8 @@ def states_nothing(text: str) -> bool:
 
 
 def gold_boxes(gold: Any) -> list[Numbers] | None:
-    """Reads the boxes of a gold answer: a box, a list of boxes, objects with boxes, or a string in the form of a
-    response.
+    """Reads the boxes of a gold answer: a box (four numbers or two corners), a list of boxes, objects with boxes, or a
+    string in the form of a response.
 
     Returns [] if it says that there is nothing, and None if it cannot be read.
     """
@@ -138,6 +138,7 @@ def parse_labelled_boxes(value: dict[str, Any]) -> list[tuple[str, Numbers]]:
     lower = {str(key).lower(): part for key, part in value.items()}
     label = next((lower[key] for key in LABEL_KEYS if isinstance(lower.get(key), str)), None)
     box = next((lower[key] for key in BOX_KEYS if key in lower), None)
+    # without a key of BOX_KEYS, the box is in keys such as x1, y1, x2 and y2
     boxes = gold_boxes(box if box is not None else {key: part for key, part in lower.items() if key in _NAMES})
     return [(normalize_text(label), numbers) for numbers in boxes or []] if label is not None else []
 
@@ -146,6 +147,7 @@ def _boxes_and_points(text: str) -> tuple[list[Numbers], list[Numbers]]:
     """Returns the boxes and the points of a string. Two points in a row are a box as well."""
     text = normalize_typography(text)
     full_match = _FULL_TEXT.fullmatch(text.strip(" \n\t`\"'*."))
+    # (position in the text, four numbers of a box or two of a point)
     candidates = [(full_match.start(), _numbers(full_match))] if full_match else []
     if not candidates:
         candidates = [(match.start(), _numbers(match)) for match in _SHAPE.finditer(text)]
@@ -179,6 +181,7 @@ def _named_numbers(text: str) -> Iterator[tuple[int, Numbers]]:
     begin = end = 0
     for match in _NAMED.finditer(text):
         name = _NAMES[match[1].lower()]
+        # a shape ends at a name that it has already, and at text other than commas, semicolons and "and"
         if not named or name in named or not _BETWEEN_NAMED.fullmatch(text, end, match.start()):
             yield from _shape_from_names(begin, named)
             named, begin = {}, match.start()

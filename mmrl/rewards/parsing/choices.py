@@ -42,6 +42,7 @@ class OptionLetterReader:
         """letters: the allowed option letters, such as "ABCD"."""
         self.letters = letters.upper()
         either = f"{re.escape(self.letters)}{re.escape(self.letters.lower())}"
+        # a letter that stands alone: the bracket before it, the letter, and the word or mark after it
         self._alone = re.compile(rf"(?<![\w'])(\(?)([{either}])(?![\w+#-]|'\w)(\s++\w++|\s*+[).:,;])?")
         self._label = re.compile(rf"\W*+([{either}])(?:\W*+$|\s*+[).:\]])")
         self._noun = re.compile(r"(?:options?|choices?|letters?|answers?)\W{0,3}$", re.IGNORECASE)
@@ -50,8 +51,8 @@ class OptionLetterReader:
         """Returns the named letters as capitals, each once, in order of appearance.
 
         A letter counts if it stands alone as a capital, in brackets, after "option", or where the answer is announced
-        ("the answer is b"). A before a noun and I before a verb are words. If an answer is announced, only the text
-        after it counts.
+        ("the answer is b"). A before a noun and I before a verb are words. If answers are announced, only the text
+        after the last announcement counts, unless it names no letter.
         """
         text = _without_markup(text)
         letters = self._only_letters(text)
@@ -106,6 +107,7 @@ class OptionLetterReader:
             return mark == ")"
         if is_first:
             return not mark or not mark.isalnum()
+        # after "option", unless a word follows that makes it a word, as a noun does after the article "a"
         return self._noun.search(preceding) is not None and not (mark.isalnum() and _is_english_word("A", following))
 
 

@@ -119,7 +119,7 @@ def _is_negative(text: str, start: int) -> bool:
     after a number do not: covid-19, 5-3."""
     if text[start - 1].isalpha():
         return False
-    before = text[max(0, start - 24) : start]
+    before = text[max(0, start - 24) : start]  # only a few characters, so that the time grows linearly
     trimmed = before.rstrip(" " + CURRENCIES)
     if trimmed[-1:] == "-":
         before_sign = trimmed[:-1]

@@ -67,11 +67,11 @@ def split_thoughts(response: str) -> tuple[str, str]:
     """Splits a response into its thoughts and the text after them. The thoughts are "" if it has no tags of
     THOUGHTS."""
     thoughts, remainder = "", response
-    for opening, closing in THOUGHTS:
+    for opening, closing in THOUGHTS:  # the text before the last closing tag is thought
         if closing in remainder:
             inside, _, remainder = remainder.rpartition(closing)
             thoughts += inside.lstrip().removeprefix(opening)
-    for opening, _ in THOUGHTS:
+    for opening, _ in THOUGHTS:  # so is the text after an opening tag that is not closed
         if opening in remainder:
             remainder, _, inside = remainder.partition(opening)
             thoughts += inside
@@ -116,7 +116,7 @@ def _last_boxed(text: str) -> str | None:
         begin = text.rfind(opening, 0, end) if end >= 0 else -1
         if begin > latest:
             latest, content = begin, text[begin + len(opening) : end]
-    if content is not None and "\\boxed{" in content:
+    if content is not None and "\\boxed{" in content:  # a box of LaTeX inside the other box
         return _last_braced(content)
     braced = _last_braced(text) if text.rfind("\\boxed{") > latest else None
     return content if braced is None else braced

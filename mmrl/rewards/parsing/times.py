@@ -80,9 +80,10 @@ def gold_times(gold: Any) -> list[float]:
 
 
 def _continues(text: str, previous: tuple[float, float | None, int], unit: float, begin: int) -> bool:
-    """Returns whether a time in a smaller unit is added to the previous one, as in 1 minute 3 seconds. begin: the index
-    in the text at which the time begins."""
+    """Returns whether a time in a smaller unit is added to the previous one, as in 1 minute 3 seconds. previous:
+    its seconds, unit and end in the text. unit, begin: unit of the time, and the index at which it begins."""
     _, previous_unit, end = previous
+    # <= 1: only hours and minutes are continued
     if previous_unit is None or previous_unit <= unit or previous_unit <= 1:
         return False
     return _BETWEEN_UNITS.fullmatch(text, end, begin) is not None

@@ -46,6 +46,7 @@ def normalize_typography(text: str, power: str = "^{}", fraction: str = "{}/{}")
     text = _IN_THOUSANDS.sub("", text)
     text = _POWER.sub(lambda run: power.format(run[0].translate(_PLAIN_SUPERSCRIPTS)), text)
     text = _FRACTION.sub(lambda match: _format_fraction(match[1], match[2], fraction), text)
+    # a letter loses the marks beyond _MAX_COMBINING, since NFKC takes the square of their number
     text = _STACKED.sub(r"\1", text.translate(_TABLE))
     return unicodedata.normalize("NFKC", text).translate(_CHARACTERS)
 
@@ -65,7 +66,7 @@ def _format_fraction(digit: str, character: str, fraction: str) -> str:
     """Formats a fraction character after an optional whole digit: 2\xbd becomes 2 1/2."""
     # NFKC of \xbd is 1, a fraction slash and 2; the character \u215f (1/) has no denominator
     numerator, _, denominator = unicodedata.normalize("NFKC", character).partition("\u2044")
-    space = " " if digit and "/" in fraction else ""
+    space = " " if digit and "/" in fraction else ""  # 2 1/2, but no space before LaTeX's \frac
     return f"{digit}{space}{fraction.format(numerator, denominator)}" if denominator else f"{digit}{numerator}/"
 
 

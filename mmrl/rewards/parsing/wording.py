@@ -90,9 +90,10 @@ def _is_outer_mark(word: str, begin: int, end: int, is_list: bool) -> bool:
     """Returns whether the mark before index `end` stands around the word and is not part of it. begin, end: bounds of
     the word without the marks that are stripped already. is_list: as for `_strip_word`."""
     mark = word[end - 1]
+    # an article with a comma, as in "a, b", is an option's letter: the comma stays
     if mark not in _RIGHT or (mark == "," and end - begin <= 4 and word[begin : end - 1] in ARTICLES):
         return False
-    if mark in _BRACKETS:
+    if mark in _BRACKETS:  # a bracket that was opened inside the word stays
         return not is_list and word.find(_BRACKETS[mark], begin, begin + _MAX_WORD) < 0
     quoted = begin > 0 and word[begin - 1] == mark
     # right after a digit, other marks change it, as in 5! and 5'

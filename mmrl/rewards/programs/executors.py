@@ -42,9 +42,10 @@ def executor(kind: str, confined: bool) -> ForkedService:
     if module is not None and extra is not None and importlib.util.find_spec(module) is None:
         raise ValueError(f"needs the package {module}: {extra_command(extra)}")
     execute = {"tested": run_tests, "charts": draw_chart, "vectors": draw_svg, "solids": build_solid}[kind]
-    _PREPARE.get(kind, lambda: None)()
+    _PREPARE.get(kind, lambda: None)()  # imports what takes long, before processes are forked
 
     def serve(request: Request) -> dict[str, Any]:
+        """Runs one program in this restricted process; returns its answer, or {"failed": the reason}."""
         try:
             _restrict(Path(request["scratch"]), confined)
             return execute(request)
@@ -85,7 +86,7 @@ def call_functions(request: Request) -> dict[str, Any]:
     """Calls functions of the program, or evaluates expressions. "calls" holds (name, arguments), or the text of an
     expression. The "outputs" are JSON texts; None if a call failed."""
     with contextlib.redirect_stdout(io.StringIO()):
-        names = _run(request["source"], "response")
+        names = _run(request["source"], "response")  # so that `if __name__ == "__main__"` does not run
         return {"outputs": [_call_output(names, call) for call in request["calls"]]}
 
 
@@ -119,7 +120,7 @@ def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
         function: Callable[..., Any] = names[name]
         return function
     solution = names["Solution"]()
-    method: Callable[..., Any] = vars(type(solution))[name].__get__(solution)
+    method: Callable[..., Any] = vars(type(solution))[name].__get__(solution)  # bound to the object
     return method
 
 

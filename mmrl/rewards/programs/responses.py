@@ -25,6 +25,7 @@ def extract_program(sample: Sample) -> str:
     parts = text.split(_FENCE)
     if len(parts) == 1:
         return text.strip()
+    # with an odd number of parts every fence is closed, and the last block is the part before the last
     block = parts[-2] if len(parts) % 2 else parts[-1]
     language = _LANGUAGE.match(block)
     return block[language.end() if language else 0 :].rstrip()

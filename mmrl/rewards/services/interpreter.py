@@ -51,6 +51,7 @@ class RewardProcess:
                 "path that mmrl rewards install prints"
             )
         self.python, self.deadline_s, self.failures = python, deadline_s, failures
+        # the first request to the process, which builds the reward
         self._first = {"name": name, "options": dict(options), "signature": signature, "gpu": devices.device_index()}
         self._child = Child(SERVICE, OnThisHost(python), records=(Spans,))
         self.scope: Literal["sample", "group", "batch"] = self._start()

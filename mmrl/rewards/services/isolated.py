@@ -68,7 +68,7 @@ class IsolatedReward:
             return self.failures.record(sample, failure)
         if self.images:
             stripped = sample
-        else:
+        else:  # without images, and without the prompt before an environment began the conversation
             stripped = replace(sample, prompt=replace(sample.prompt, images=(), before_start=None))
         with self._free_workers:
             answer = self._call_worker(stripped)

@@ -22,7 +22,7 @@ def check_values(values: Any, samples: Sequence[Sample], failures: Failures) -> 
     Spans that are out of order, out of bounds or not finite fail their sample, which is counted in `failures`. Raises
     UserError like `mmrl.rewards.types.to_scores`.
     """
-    if not isinstance(values, list):
+    if not isinstance(values, list):  # such as a tensor, which holds no spans
         return list(to_scores(values, len(samples)))
     scores = to_scores([None if isinstance(value, Spans) else value for value in values], len(samples))
     return [

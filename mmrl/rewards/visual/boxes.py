@@ -62,13 +62,14 @@ def _box_reward(
     """
 
     def best_overlap(sample: Sample) -> float | None:
-        """Returns the largest overlap with a gold box; `missing` without a box."""
+        """Returns the largest overlap of the answer's last box with a gold box; `missing` without a box, None without
+        gold boxes that can be read. `pair`: the coordinate conventions of the answer and of the gold boxes."""
         golds = _gold(sample, pair)
         if golds is None:
             return None
         answer = extract_answer(full_response(sample))
         boxes = parse_boxes(answer) or parse_boxes(without_thoughts(full_response(sample)))
-        if not golds:
+        if not golds:  # nothing to find: right only if the answer says so
             return 1.0 if not boxes and states_nothing(answer) else missing
         box = pair.response_box(boxes[-1], sample) if boxes else None
         return missing if box is None else max(overlap(box, gold) for gold in golds)
@@ -102,11 +103,13 @@ def boxes_matched(
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
+        """Returns the matched boxes' IoUs, added up and divided by the larger number of boxes; None without gold boxes
+        that can be read. `pair`: the coordinate conventions of the answer and of the gold boxes."""
         golds, answer = _gold(sample, pair), extract_answer(full_response(sample))
         if golds is None:
             return None
         numbers = parse_boxes(answer)
-        if not golds or not numbers:  # nothing to find, or no box in the response: right only if both
+        if not golds or not numbers:  # nothing to find, or no box: right only if both, and the answer says so
             return float(not golds and not numbers and states_nothing(answer))
         boxes = [pair.response_box(box, sample) for box in numbers[:MAX_BOXES]]
         gains = [[0.0 if box is None else iou(box, gold) for gold in golds] for box in boxes]
@@ -141,6 +144,8 @@ def labelled_boxes(
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
+        """Returns the matched objects' IoUs, added up and divided by the larger number of objects; None without gold
+        objects that can be read. `pair`: the coordinate conventions of the response and of the gold boxes."""
         golds = _gold_labelled(sample, pair)
         if golds is None:
             return None
@@ -175,6 +180,8 @@ def average_precision(
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
+        """Returns the mean average precision over labels and `thresholds`; None without gold objects that can be read.
+        `pair`: the coordinate conventions of the answer and of the gold boxes."""
         golds, answer = _gold_labelled(sample, pair), extract_answer(full_response(sample))
         if golds is None:
             return None

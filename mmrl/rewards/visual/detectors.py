@@ -199,8 +199,8 @@ def detector(options: Mapping[str, Any]) -> Detector:
 def to_objects(
     boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], min_score: float
 ) -> list[DetectedObject]:
-    """Converts boxes [n, 4] and scores [n, label] to objects, highest score first, after non-maximum suppression within
-    each label."""
+    """Converts boxes [n, 4] and scores [n, label] to objects with a score of at least `min_score`, highest first, after
+    non-maximum suppression within each label."""
     from torchvision.ops import batched_nms  # not above: the import takes two seconds, also in jobs without detectors
 
     index, label = (scores >= min_score).nonzero(as_tuple=True)

@@ -33,6 +33,8 @@ def source_similarity(*, measure: Measure = "l1") -> Reward:
     similarity = compare(measure)
 
     def reward(sample: Sample) -> float | None:
+        """Returns the similarity of the image to its source where it must stay; None for NaN or inf, and if no
+        pixel must stay."""
         image = image_of(sample).float().cpu()
         if not image.isfinite().all():
             return None

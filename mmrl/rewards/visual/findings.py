@@ -31,11 +31,13 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
     """
 
     def reward(sample: Sample) -> float | None:
+        """Returns named / (all + invented) findings; None if the prompt has no findings."""
         present_findings = sample.prompt.metadata.get(findings)
         if not present_findings:
             return None
         text = normalize_text(sample.response if everywhere else split_thoughts(full_response(sample))[0])
         named = sum(affirms(text, phrase) for phrase in present_findings)
+        # none without the option `absent`, or if the prompt does not have that key
         absent_findings = sample.prompt.metadata.get(absent) or () if absent is not None else ()
         invented = sum(affirms(text, phrase) for phrase in absent_findings)
         return named / (len(present_findings) + invented)

@@ -59,7 +59,8 @@ class Framewise:
         return scores
 
     def _pool(self, values: Sequence[Score]) -> Score:
-        """Reduces the scores of a video's frames to one."""
+        """Reduces the scores of a video's frames to one, the least or the mean; with pool="last" there is only one.
+        Returns None if a frame could not be scored."""
         scored = [value for value in values if value is not None]
         if len(scored) < len(values):
             return None

@@ -27,6 +27,7 @@ def jpeg_incompressibility(*, quality: int = 95) -> Reward:
         raise ValueError(f"quality must be from 1 to 100, not {quality}")
 
     def reward(sample: Sample) -> float | None:
+        """Returns the size of the image as a JPEG, in kilobytes; None for NaN or inf."""
         if not image_of(sample).isfinite().all():
             return None
         file = io.BytesIO()
@@ -112,6 +113,8 @@ def ocr(*, threads: int = 1) -> Reward:
     read_lines = reader(threads)
 
     def reward(sample: Sample) -> float | None:
+        """Returns 1 - d / n: d adds up each requested text's edit distance to the text in the image (of several texts,
+        also to its lines), n counts their letters. None for NaN or inf; raises UserError if no text is requested."""
         requested = [letters for text in _requested_texts(sample) if (letters := _letters(text))]
         if not requested:
             raise UserError(

@@ -39,6 +39,8 @@ def point_inside(
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
+        """Returns 1 if the answer's last point lies in the gold box, else 0, or less by its distance with `spread`;
+        None without one gold box. `pair`: the coordinate conventions of the answer and of the gold box."""
         boxes = gold_boxes(sample.prompt.answer)
         if boxes is None or len(boxes) != 1:
             return None
@@ -71,6 +73,8 @@ def interface_action(
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
+        """Returns `kind_weight` for the right action, and the rest for its argument; None without a gold action.
+        `pair`: the coordinate conventions of the answer and of the gold box."""
         gold = _gold_action(sample.prompt.answer)
         if gold is None:
             return None
@@ -94,6 +98,8 @@ def region_iou(
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
+        """Returns the IoU of the polygons of the answer and of the gold answer; None without a gold polygon. `pair`:
+        the coordinate conventions of the answer and of the gold answer."""
         gold = gold_points(sample.prompt.answer)
         if gold is None or len(gold) < 3:
             return None

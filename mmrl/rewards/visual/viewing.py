@@ -30,6 +30,8 @@ def brisque() -> Reward:
     model = _brisque_model()
 
     def reward(sample: Sample) -> float | None:
+        """Returns 1 - BRISQUE / 100; None for NaN, inf or a single colour. Raises UserError for an image with
+        a side below MIN_SIDE."""
         image = image_of(sample)
         if not image.isfinite().all():
             return None

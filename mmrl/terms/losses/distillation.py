@@ -99,8 +99,8 @@ class ListedDivergence(DivergenceEstimator):
         return teacher.needs | Needs(measurements=(TeacherDistributions(teacher, self.count),))
 
     def values(self, teacher: Teacher, direction: Direction, micro: Rollouts, replay: Replay) -> tuple[Tensor, Tensor]:
-        """Computes the divergence over the teacher's listed tokens, with and without gradient; 0 and NaN where there is
-        no teacher. Both [rollout, decision]."""
+        """Computes the divergence over the teacher's listed tokens, as values to minimize (0 without a teacher) and
+        detached as a metric (NaN without a teacher). Both [rollout, decision]."""
         import torch
 
         from mmrl.core.regularizers import top_k_kl

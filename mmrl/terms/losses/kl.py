@@ -155,8 +155,8 @@ class OldPolicy(OtherPolicy):
         return old_logp(micro, replay)
 
     def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
-        """Estimates the divergence in `direction`, [rollout, decision]. In the reverse one a sample of the old policy
-        is weighted by its likelihood ratio."""
+        """Estimates the divergence in `direction`, [rollout, decision]. With direction=reverse a sample of the old
+        policy is weighted by its likelihood ratio."""
         from mmrl.core.ratios import BOUND
         from mmrl.core.regularizers import kl_estimate
 
@@ -322,6 +322,7 @@ class KL(Term):
 
     @property
     def remark(self) -> str:
+        """Returns a warning for k1 against the reference without weights, whose expected gradient is 0; else ""."""
         if self.estimator != "k1" or not isinstance(self.against, ReferencePolicy) or self.weighting is not None:
             return ""
         return (

@@ -55,7 +55,8 @@ class LikelihoodTerm(Term):
         return entropy if self.under is None else entropy | Needs(measurements=(ViewReplay(self.under),))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes -coefficient logp of the selected decisions, 0 for others, and statistics; [rollout, decision]."""
+        """Computes -coefficient logp of the selected decisions, 0 for others, and statistics; [rollout, decision].
+        `doubt` weights rollouts by their mean entropies."""
         import torch
 
         logp = replay.logp if self.under is None else ViewReplay(self.under).of(replay).logp

@@ -48,8 +48,8 @@ class OfPart(Term):
         return self.term.remark
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes the term's values, 0 outside the part, and its statistics, NaN outside the part; [rollout,
-        decision]."""
+        """Computes the term's values, 0 outside the part, and its statistics and the entropy, NaN outside the
+        part; [rollout, decision]."""
         import torch
 
         from mmrl.rollouts import IMAGE, TEXT, part_mask

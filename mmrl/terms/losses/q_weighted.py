@@ -146,7 +146,8 @@ def report_agreement(batch: Batch, measurement: QValues, returns: StepReturns) -
     q, _, td_error = batch.measured(measurement).values.unbind(1)
     prompts = [sample.prompt for sample in batch.rollouts.samples]
     proposed = torch.tensor(["proposal" in prompt.metadata for prompt in prompts])
-    earned = returns.of(prompts).masked_fill(proposed, torch.nan)  # their recorded return is that of the executed chunk
+    # a proposed chunk has no return of its own: the recorded one is of the executed chunk
+    earned = returns.of(prompts).masked_fill(proposed, torch.nan)
     columns = batch.gather(torch.stack([q, earned, td_error], 1))
     td_error = columns[:, 2][~columns[:, 2].isnan()]
     if len(td_error):

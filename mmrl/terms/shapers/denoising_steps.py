@@ -124,7 +124,9 @@ class LatentValues(Shaper):
         return Needs(measurements=(PooledLatents(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Returns the advantages from the network's values, and then trains the network on these rollouts."""
+        """Returns outcome x the advantages + weight x the segments' gains in value, normalized by group, and then
+        trains the network on these rollouts; [rollout, decision]. In the first `warm_up` steps the advantages are
+        unchanged."""
         import torch
 
         from mmrl.core.turns import turn_advantages

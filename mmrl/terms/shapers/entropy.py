@@ -115,7 +115,7 @@ class EntropyShaping(Shaper):
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         """Returns advantages x factor + bonus, minus the mean over the batch if `centred`; [rollout, decision]."""
-        if not len(batch.gather_decisions(old_entropy(batch))):
+        if not len(batch.gather_decisions(old_entropy(batch))):  # no rank has a decision
             return advantages
         shaped = advantages if self.sure is None else advantages * self.sure.factor(batch)
         if self.bonus is not None:

@@ -74,8 +74,8 @@ class SetDiversity(Shaper):
         return Needs(offers=frozenset({"text"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Returns the advantages plus weight x the fall of logdet(I + K / tau) without the rollout, minus its group
-        mean; K is the similarity of the group's responses; [rollout, decision]."""
+        """Returns the advantages plus weight x bonus, [rollout, decision]. The bonus is the fall of logdet(I + K / tau)
+        if the rollout is left out, minus its mean over the group; K is the similarity of the group's responses."""
         import torch
 
         from mmrl.core.distances import ngram_similarity
@@ -207,8 +207,8 @@ class SignalCorrection(Shaper):
     type: str = "signal_correction"
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Returns the advantages times the number of scored rollouts over the number of those whose group has different
-        rewards."""
+        """Returns the advantages times the number of scored rollouts, divided by the number of scored rollouts whose
+        group has different rewards."""
         from mmrl.core.filters import varied_groups
 
         rewards = batch.combined_rewards()

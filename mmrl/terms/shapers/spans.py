@@ -137,8 +137,8 @@ class SpanSigns(SpanShaper):
     type: str = "span_signs"
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Returns the advantages, [rollout, decision], negated where their sign differs from that of the span's
-        value."""
+        """Returns the advantages, [rollout, decision], negated where their sign differs from the sign of the
+        span's value."""
         from mmrl.core.turns import distribute_credit
 
         column = batch.measured(self.spans)
@@ -193,7 +193,7 @@ class SpanProgress(SpanCredit):
 
     def _features(self, texts: list[str], row: int, batch: Batch) -> Tensor:
         """Returns the hashed word counts of the prompt and of each span, and the span's relative position, [span,
-        feature]. texts: those of the spans of rollout `row`."""
+        feature]. texts: the texts of the spans of rollout `row`."""
         import torch
 
         from mmrl.core.values import word_counts

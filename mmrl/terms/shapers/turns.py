@@ -59,7 +59,8 @@ class TurnReturns(Shaper):
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         """Returns outcome x the advantages + weight x the discounted returns of the turns, normalized among the same
-        turn of the group; each decision gets that of its turn, [rollout, decision]."""
+        turn of the group; each decision gets the value of its turn, [rollout, decision]. The reward `answer` is added
+        to the last turn's; where the reward `gate` is not above 0, all turn rewards are 0."""
         import torch
 
         from mmrl.core.turns import discounted_returns, turn_advantages
@@ -114,7 +115,7 @@ class Milestones(Shaper):
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         """Returns outcome x the advantages + weight x the returns of the segments between milestones, normalized among
-        the same segment of the group; each decision gets that of its segment, [rollout, decision]."""
+        the same segment of the group; each decision gets the value of its segment, [rollout, decision]."""
         from mmrl.core.turns import milestone_segments, turn_advantages
         from mmrl.rollouts import Turns
 
