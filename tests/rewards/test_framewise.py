@@ -47,3 +47,10 @@ def test_bad_input():
         Framewise(**BRIGHTNESS, every=0)
     with pytest.raises(UserError, match="has no video"):
         Framewise(**BRIGHTNESS).score([Sample(Prompt("p", "p"), image=CLIP[0])])
+
+
+@pytest.mark.parametrize("pool", ["mean", "last"])
+def test_a_video_without_frames_is_named_before_any_frame_is_scored(pool):
+    empty = Sample(Prompt("silent", "p"), frames=CLIP[:0])
+    with pytest.raises(UserError, match="the video of prompt 'silent' has no frames"):
+        Framewise(**BRIGHTNESS, pool=pool).score([of(CLIP), empty])

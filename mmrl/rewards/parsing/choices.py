@@ -44,7 +44,6 @@ class OptionLetterReader:
         either = f"{re.escape(self.letters)}{re.escape(self.letters.lower())}"
         # a letter that stands alone: the bracket before it, the letter, and the word or mark after it
         self._alone = re.compile(rf"(?<![\w'])(\(?)([{either}])(?![\w+#-]|'\w)(\s++\w++|\s*+[).:,;])?")
-        self._label = re.compile(rf"\W*+([{either}])(?:\W*+$|\s*+[).:\]])")
         self._noun = re.compile(r"(?:options?|choices?|letters?|answers?)\W{0,3}$", re.IGNORECASE)
 
     def read(self, text: str) -> list[str]:

@@ -41,6 +41,9 @@ class Framewise:
         """Scores every `every`-th frame of each video, or with pool="last" the last one, in one call of the image
         reward, and pools the scores of a video's frames. Raises UserError for a video without frames."""
         frames = [list(video_of(sample)[:: self.every]) for sample in samples]
+        empty = next((sample.prompt.id for sample, images in zip(samples, frames, strict=True) if not images), None)
+        if empty is not None:
+            raise UserError(f"the video of prompt {empty!r} has no frames, so it cannot be scored")
         if self.pool == "last":
             frames = [[video_of(sample)[-1]] for sample in samples]
         flat = []
@@ -50,9 +53,6 @@ class Framewise:
             values = to_scores(self.reward.score(flat), len(flat))
         else:
             values = to_scores([self.reward(frame) for frame in flat], len(flat))
-        empty = next((sample.prompt.id for sample, images in zip(samples, frames, strict=True) if not images), None)
-        if empty is not None:
-            raise UserError(f"the video of prompt {empty!r} has no frames, so it cannot be scored")
         scores, remaining = [], iter(values)
         for images in frames:
             scores.append(self._pool([next(remaining) for _ in images]))
