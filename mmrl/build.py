@@ -78,7 +78,7 @@ def check_measurements(config: Config, task: Task) -> None:
         return
     prompt = task.train[0]
     if isinstance(task, ConversationTask) and task.environment is not None:
-        prompt = replace(prompt, before_start=prompt)
+        prompt = replace(prompt, before_start=prompt)  # as in a conversation that has started
     for key, measurement in measurements:
         try:
             measurement.check_prompt(prompt)
@@ -117,6 +117,7 @@ def check_model(model: ModelSettings) -> None:
     path = model.path
     if path is None and model.build is None:
         raise UserError("model.path is not set: give a folder or a hub name, such as Qwen/Qwen2.5-VL-3B-Instruct")
+    # a hub name has at most one slash, and does not begin like a path
     is_folder = path is not None and (path.startswith(("/", ".", "~")) or path.count("/") > 1)
     if path is not None and is_folder and not Path(path).exists():
         raise UserError(f"model.path={path}: there is no such folder; a name on the Hugging Face hub is user/model")

@@ -94,6 +94,7 @@ class Job:
         return cls(config_for(Path(model), config, [*overrides, *model_keys]), trains=False)
 
     def __enter__(self) -> Job:
+        """Builds the parts of the job. If that fails, closes those that exist already."""
         end_with_launcher()
         select_device()
         quieten()
@@ -396,6 +397,7 @@ def record_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
     """Records in the run directory how the training in the block ended: finished, stopped or failed."""
 
     def position() -> str:
+        """Returns the present step, for a sentence."""
         return f"step {training.step} of {training.config.steps}"
 
     try:
@@ -427,8 +429,8 @@ def weights_folder(model: str) -> str:
 
 
 def config_for(model: Path, config: str | Path | None, overrides: Sequence[str]) -> Config:
-    """Returns the configuration for the weights in `model`: that of the file `config` if it is given; else that of the
-    run in `model`, or of the run that wrote these weights. Raises UserError where there is none."""
+    """Returns the configuration for the weights in `model`: from the file `config` if that is not None; else from the
+    run directory `model`, or from the run that wrote these weights. Raises UserError where there is none."""
     if config is not None:
         return load(config, list(overrides))
     if (model / "config.yaml").is_file():

@@ -437,7 +437,7 @@ class Steps(Record):
         index = index.where(self.mask, 0)
         num_steps = int(index.max()) + 1 if index.numel() else 1
         shape, width = (len(index), num_steps), index.shape[1]
-        column = torch.arange(width).expand_as(index).where(self.mask, width)
+        column = torch.arange(width).expand_as(index).where(self.mask, width)  # `width`: of no step
         begin = torch.full(shape, width).scatter_reduce(1, index, column, "amin")
         mask, begin = begin < width, begin.clamp(max=max(0, width - 1))
         values = self.values.gather(1, begin).where(mask, 0.0)

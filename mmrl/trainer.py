@@ -46,6 +46,8 @@ class Trainer:
         run: Run,
         generator: SyncedGenerator | None = None,
     ) -> None:
+        """run: writes the run directory. generator: samples rollouts in place of the policy; None: the policy samples.
+        Raises UserError if the batch cannot be divided over the ranks."""
         check_batch(config, engine.world)
         self.config, self.policy, self.task, self.engine, self.run = config, policy, task, engine, run
         self.generator = generator
@@ -166,6 +168,7 @@ class Trainer:
         for name, values in stats.items():
             mask = self.algorithm.counted_mask(name, micro)
             check_values(f"the statistic {name}", values, mask.shape)
+            # [1]: the statistics under this mask
             groups.setdefault((id(mask), values.device), (mask, {}))[1][name] = values
         return [(mask.to(device), columns) for (_, device), (mask, columns) in groups.items()]
 
@@ -301,7 +304,7 @@ class Trainer:
         squared = values.pop("correction/weight_squared")
         values["correction/effective_sample_size"] = effective_sample_size(values["correction/weight"], squared)
         gap, limit = values["correction/logp_gap"], self.config.correction.max_gap
-        if not gap <= limit:
+        if not gap <= limit:  # true for NaN, too
             generator: Any = self.config.generator
             raise UserError(
                 f"step {self.step}: log-probabilities of the sampling engine differ from the trained model's by "

@@ -65,6 +65,7 @@ class Levels(gymnasium.Env):
         if around:  # the view of 7 x 7 squares takes half of a step's time and is not used
             for world in self._worlds.values():
                 _skip_view(world.unwrapped)
+        # with tile=0 the image has minigrid's codes, as one pixel for each square
         side = (around or VIEW) * (tile or 1)
         box = gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8)
         self.observation_space = gymnasium.spaces.Dict(image=box, mission=gymnasium.spaces.Text(200))
@@ -86,6 +87,7 @@ class Levels(gymnasium.Env):
         for number in range(MAX_TRIES):
             with redirect_stdout(StringIO()):  # the levels print rejected worlds
                 observation, info = self._world.reset(seed=(seed or 0) + number * STRIDE)
+            # a task that ends in SUFFIX has its level's unseen instructions, the one without it all others
             if is_unseen(observation["mission"]) == task.endswith(SUFFIX):
                 self._idle = False
                 if self._around:
@@ -211,6 +213,7 @@ def image(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
     """
     tiles, drawn = _tiles(tile)
     kind, color, state = squares.transpose(2, 1, 0)  # each [y, x]
+    # draws the tiles of codes that occur for the first time
     for new_kind, new_color, new_state in {tuple(code) for code in squares[~drawn[kind, color, state].T].tolist()}:
         code = new_kind, new_color, new_state
         tiles[code], drawn[code] = _tile(*code, tile), True

@@ -58,6 +58,8 @@ class GymnasiumSimulator:
         kwargs: Mapping[str, Any] | None = None,
         fold_seeds: bool = True,
     ):
+        """Makes the environments, and resets them once for the shapes of their observations. Arguments: see the class.
+        Raises UserError for options that do not fit the environment."""
         if success is None:
             raise UserError(
                 f"gymnasium: task.options.success is missing; set it to the key of info that says whether {env!r} is "
@@ -115,6 +117,7 @@ class GymnasiumSimulator:
             raise UserError(
                 f"gymnasium steps all environments at once, but {missing} were inactive in an earlier step; reset them"
             )
+        # Episodes of other rows are lost, since their environments are stepped, too.
         self._running &= np.isin(np.arange(self.count), rows)
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
         try:

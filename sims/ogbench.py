@@ -104,6 +104,7 @@ class OGBench:
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
 
         def move(i: int, row: int) -> None:
+            """Executes the i-th chunk of actions in `row`."""
             self._play(self._rows[row], actions[i], out, i)
             self._show(self._rows[row], out, i)
 

@@ -162,6 +162,9 @@ class ObservationReader:
     """
 
     def __init__(self, space: gymnasium.Space, images: Sequence[str] | None, states: Sequence[str] | None) -> None:
+        """images, states: names of parts of the observation, see `leaves`. Without `images` it reads none; without
+        `states` the state is the observation itself, if that is one array and no image. Raises UserError for a part
+        that does not fit."""
         self.parts = dict(leaves(space))
         self.images = [] if images is None else [leaf for name in images for leaf in self._below(name, "image")]
         for name in self.images:
@@ -171,6 +174,7 @@ class ObservationReader:
                     "[H, W, 3], [3, H, W] or [H, W]); set task.options.image to another name, or to null"
                 )
         if states is None:
+            # the whole observation, named "", if it is one array and no image; else no state
             self.states = ["" for part in (space,) if isinstance(part, spaces.Box) and not is_image(part)]
         else:
             self.states = [leaf for name in states for leaf in self._below(name, "state")]

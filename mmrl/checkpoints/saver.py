@@ -55,7 +55,7 @@ class Saver:
         if wanted != "auto":
             return wanted
         free = psutil.virtual_memory().available / local_ranks()
-        return self.engine.max(2 * self.engine.saved_bytes > free) == 0
+        return self.engine.max(2 * self.engine.saved_bytes > free) == 0  # no rank lacks memory
 
     def __enter__(self) -> Saver:
         return self

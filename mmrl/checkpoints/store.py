@@ -36,7 +36,8 @@ def begin(
     """Writes folder/step-N under a temporary name, or begins to. A collective, which `end` completes.
 
     state: the same on all ranks. rank_state: the state of this rank, with the states of its averages of weights by name
-    in `averages` and of its unfinished rollouts in `pending`. background: a thread writes copies of both.
+    in `averages` and of its unfinished rollouts in `pending`. background: whether a thread writes
+    copies.
 
     Raises UserError if weights are NaN or infinite.
     """
@@ -170,6 +171,7 @@ def go_back(folder: Path, engine: Engine, copies: Mapping[str, EMA | Snapshot], 
             f"a guard (guards) with action=restore has no checkpoint to restore, since {folder} has none yet; lower "
             "checkpoint.every"
         )
+    # learning rates stay as they are, although `load` restores the number of updates
     updates, factor = engine.updates, engine.lr_factor
     rank_state = load(path, engine)
     engine.updates, engine.lr_factor = updates, factor
@@ -288,6 +290,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """Raises UserError for the first key that differs between two configurations and must not change within a run.
     saved: the configuration in the checkpoint `path`. now: the configuration of the current run."""
+    # either may be null or missing
     permitted = set((now.get("checkpoint") or {}).get("may_change") or ())
     for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
         fixed = resume_obstacle(key, before, after)

@@ -21,6 +21,8 @@ class Writing:
     """
 
     def __init__(self, folder: Path, *, background: bool) -> None:
+        """folder: the folder of the checkpoint, to which names in `records` are relative. background: whether a thread
+        writes."""
         self.folder = folder
         self.records: dict[str, files.Record] = {}
         self.problem: str | None = None

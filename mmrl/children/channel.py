@@ -25,6 +25,8 @@ class Patience:
     def __init__(
         self, limit_s: float = math.inf, silent_s: float = math.inf, poll: Callable[[], None] | None = None
     ) -> None:
+        """limit_s: seconds until the whole answer. silent_s: seconds until the next sign of life. poll: is called
+        repeatedly in the meantime, and may raise."""
         self.limit_s, self.silent_s, self.poll = limit_s, silent_s, poll
         self._end = time.monotonic() + limit_s
         self.heard()
@@ -56,6 +58,7 @@ class Channel:
         head = len(payload).to_bytes(LENGTH, "big")
         with self._sending:
             self.socket.settimeout(None if limit_s == math.inf else limit_s)
+            # joined if short, which saves a packet
             for part in [head + payload] if len(payload) < SHORT else [head, payload]:
                 self.socket.sendall(part)
 
@@ -64,7 +67,7 @@ class Channel:
         other process has ended, and ValueError for a frame of more than `max_bytes` bytes."""
         patience = patience or Patience()
         while not (size := int.from_bytes(self._receive_exactly(LENGTH, patience), "big")):
-            pass
+            pass  # an empty frame is a sign of life
         if size > max_bytes:
             raise ValueError(f"the answer has {size} bytes, more than the limit of {max_bytes:g}")
         return self._receive_exactly(size, patience)

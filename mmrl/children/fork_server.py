@@ -69,6 +69,9 @@ class ForkServerProcess:
     arguments, limits). idle: workers that have no request. Raises UserError if it cannot build the service."""
 
     def __init__(self, first: tuple[str, tuple[Any, ...], Limits], records: Collection[type]) -> None:
+        """Starts the fork server and waits until its service is built. first: name and arguments of the service, and
+        the limits of its workers. records: dataclasses that answers may hold. Raises UserError if the service cannot be
+        built."""
         self.records, self.idle = records, list[ForkedProcess]()
         self._ordering = threading.Lock()
         self._workers: dict[int, ForkedProcess] = {}

@@ -181,7 +181,7 @@ class Reader:
         if kind == "dict":
             return {self.value(key): self.value(item) for key, item in content}
         if kind in WRITTEN:
-            return WRITTEN[kind][2](content)
+            return WRITTEN[kind][2](content)  # [2]: the function that reads this kind
         if kind in SETS:
             return SETS[kind](self.value(item) for item in content)
         if kind == "again":

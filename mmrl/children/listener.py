@@ -40,6 +40,7 @@ class Listener:
     """Listens on `host` for the process that has its key."""
 
     def __init__(self, host: str) -> None:
+        """Listens in a thread, at a free port of this host's address `host`."""
         self.key = secrets.token_hex(32)
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]

@@ -106,6 +106,8 @@ class RayProcess:
     actor of the process, its return code is -SIGKILL. It ends with this process, also if that crashes."""
 
     def __init__(self, cluster: Cluster, gpus: int, log: Path | None) -> None:
+        """Requests one CPU and `gpus` GPUs of the cluster, without waiting for them. log: file to which output is
+        appended."""
         import ray
 
         if log is not None:
@@ -116,7 +118,7 @@ class RayProcess:
         actor = actor.options(num_cpus=1, num_gpus=gpus, max_concurrency=THREADS, scheduling_strategy="SPREAD")
         self._actor = actor.remote()
         self._address = self._actor.free_address.remote()
-        self._end: Any = None
+        self._end: Any = None  # once it runs: Ray's reference to its return code and output
 
     def await_resources(self, patience_s: float) -> tuple[str, int]:
         """Waits for the resources. Returns the address of the host and a free port on it.

@@ -96,6 +96,7 @@ class JobCheck:
     def _policy(self, config: Config, task: Task) -> Policy | None:
         """Builds the policy if its weights are small or --weights is set. Otherwise notes that they were not read, and
         returns None."""
+        # a model that a function builds has no weights to read
         size = 0 if config.model.build is not None else weight_bytes(config.model.path)
         if self.weights or size is not None and size <= SMALL_MODEL:
             return build_policy(config, task)

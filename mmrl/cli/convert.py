@@ -131,7 +131,7 @@ def convert_with_rules(
 ) -> Converted:
     """Converts the settings of a robot recipe by one rule for each key.
 
-    source: the settings of the other system by dotted keys. rules: the key of mmrl that gets the value, or a function
+    source: the settings in the recipe by dotted keys. rules: the key of mmrl that gets the value, or a function
     that sets keys. infrastructure_prefixes: beginnings of keys about memory and processes. path: the file, for the run
     directory and messages. required_key: a key that every robot recipe of `system` sets. Keys without a rule go to
     `unmatched`. Raises UserError if `required_key` is missing.
@@ -171,6 +171,7 @@ def script_settings(text: str) -> Settings:
     values = {name: value.strip("\"'") for name, value in variables.items()}
 
     def fill_variables(value: str) -> str:
+        """Replaces $NAME and ${NAME} by the variable's value, if the script sets it."""
         return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda match: values.get(match[1], match[0]), value)
 
     source: Settings = {}

@@ -56,7 +56,7 @@ def eval_episodes(options: argparse.Namespace, job: Job) -> int:
     settings = job.config.evaluation
     mode = settings.decoding if isinstance(settings, EpisodeEvaluation) else "sampled"
     for decoding in ("greedy", "sampled") if mode == "both" else (mode,):
-        if decoding == "sampled":
+        if decoding == "sampled":  # until then actions are greedy
             policy.evaluation_temperature = policy.temperature.value
         digest = protocols.digest({**protocol, "decoding": decoding}, options.model)
         journal = Journal(output_path(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), digest)
@@ -64,7 +64,7 @@ def eval_episodes(options: argparse.Namespace, job: Job) -> int:
             print(f"continuing after {journal.episodes} episodes ({decoding}) of an earlier evaluation")
         result, samples, _ = job.measure(protocol["episodes"], journal)
         journal_files.append(journal.file)
-        if not record:
+        if not record:  # only for the first decoding
             print("\n".join(protocols.protocol_lines(protocol, policy.evaluation_temperature)))
             record = {**result, "protocol": protocol, "versions": protocol["versions"]}
         all_samples = [sample for rank_samples in ranks.gather(samples) for sample in rank_samples]
@@ -88,7 +88,7 @@ def run_sample(options: argparse.Namespace) -> int:
     config, overrides = config_and_overrides(options)
     job = Job.from_weights(options.model, config, overrides)
     if "action" in type(job.config).model_fields:
-        # a robot policy: keep the images of episodes, for their videos
+        # a robot policy: keep the images of episodes, for their videos; the first job has built nothing yet
         job = Job.from_weights(options.model, config, [*overrides, "action.film=true"])
     with job:
         _, samples, accuracies = job.measure(options.count)

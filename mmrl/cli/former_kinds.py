@@ -73,6 +73,7 @@ class Rewriter:
                 # the first choice replaces the item, further ones follow it
                 yield from self._insert_items(node, item, _current_trees(child, key)[1:])
         elif not (current := _current_trees(value, key)):
+            # not a choice of an old type: looks at the nodes below it
             values = {str(name): child for name, child in value.items()} if isinstance(value, dict) else {}
             for name, child in node.value if values else ():
                 if name.value in values:  # the merge key << is not in it
@@ -81,7 +82,7 @@ class Rewriter:
                     yield from self.edits(child, _require_single(values[name.value], child_key), child_key)
         elif isinstance(node, MappingNode):
             yield from self._rewrite_mapping(node, value, current[0])
-        else:
+        else:  # a choice without options, of which only the name of the type is written
             yield node.start_mark.index, node.end_mark.index, as_yaml(current[0])
 
     def _insert_items(self, items: SequenceNode, old: Node, added: list[Tree]) -> Iterator[Edit]:

@@ -293,6 +293,7 @@ def run_recipes(options: argparse.Namespace) -> int:
 
 
 def run_serve(options: argparse.Namespace) -> int:
+    """Runs `mmrl serve`: answers clients with the policy of a run or a model until Ctrl-C."""
     from mmrl.cli.serve import read_key, serve_model
     from mmrl.job import Job
 
@@ -317,6 +318,7 @@ def run_embed(options: argparse.Namespace) -> int:
     from mmrl.policies.diffusion.small import SmallFamily
 
     config = run_warm_start(config)
+    # without `embeddings`, so that the text encoders are loaded
     config = config.model_copy(update={"model": config.model.model_copy(update={"embeddings": None})})
     task = build_task(config)
     policy: Any = build_policy(config, task)
@@ -408,6 +410,7 @@ def show(lines: list[str]) -> int:
 
 
 def run_new(options: argparse.Namespace) -> int:
+    """Runs `mmrl new`: writes the files of a skeleton, and prints their paths."""
     from mmrl.cli.new import write
 
     for path in write(options.kind, options.name, options.folder):

@@ -33,7 +33,7 @@ KINDS = (*METHOD_SECTIONS, *PARTS_WITH_RECIPE, "tool", "task", "reward", "simula
 def write(kind: str, name: str, folder: Path) -> list[Path]:
     """Writes the skeleton of a part: a module, a recipe and a test in `folder`. Returns their paths.
 
-    kind: one of KINDS. name: that of the class, in CamelCase; the module has the same name in snake_case. Raises
+    kind: one of KINDS. name: the name of the class, in CamelCase; the module has the same name in snake_case. Raises
     UserError if the name is not in CamelCase, the folder cannot be made, or one of the files exists.
     """
     if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name):
@@ -42,6 +42,7 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
     variables = {"kind": kind, "name": name, "module": module, "rollout": "", "algorithm": ""}
     template_kind = kind
     if kind in METHOD_SECTIONS:
+        # the section of the recipe that selects the method, and its line there
         section, line = METHOD_SECTIONS[kind]
         line = line.format(**variables)
         variables[section] = f"\n  {line}" if section == "rollout" else f"\nalgorithm:\n  {line}"

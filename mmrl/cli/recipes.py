@@ -20,6 +20,7 @@ def describe_recipes(name: str | None) -> list[str]:
             raise UserError(f"there is no recipe {name}{nearest(name, shipped)}; mmrl recipes lists them")
         return [f"# {recipes.shown(shipped[name])}", *shipped[name].read_text().splitlines()]
     lines: list[str] = []
+    # the folders of a recipe's run directory, without runs/ and its own name, say the kind of task
     for folders, paths in groupby(shipped.values(), key=lambda path: recipes.run_dir(path).split("/")[1:-1]):
         lines += ["", "/".join(folders)]
         lines += [f"  {path.stem:<38} {_first_sentence(path)}" for path in paths]

@@ -236,7 +236,7 @@ def check_robot_policy(folder: Path) -> list[CheckResult]:
 def train_tiny(folder: Path, name: str, settings: Recipe) -> list[CheckResult]:
     """Trains a tiny model for three steps. On a GPU it trains in bfloat16, and its memory is compared to the estimate.
 
-    name: that of the result. settings: the configuration.
+    name: the name of the result. settings: the configuration.
     """
     overrides = ["model.dtype=bfloat16", "engine.zero_stage=1"] if has_gpu() and settings is not ROBOTS else []
     result = train_settings(folder, name, settings, overrides)
@@ -277,7 +277,7 @@ def train_config(
 ) -> CheckResult:
     """Runs `mmrl train` in a process of its own and judges its metrics, or if it fails its last line on stderr.
 
-    name: that of the result. run: the run directory. metrics: names of metrics of the last step for the message.
+    name: the name of the result. run: the run directory. metrics: names of metrics of the last step for the message.
     """
     command = [sys.executable, "-m", "mmrl", "train", str(config_file), *overrides, f"run_dir={run}"]
     started = time.perf_counter()
@@ -332,7 +332,7 @@ def compare_memory(
 ) -> list[CheckResult]:
     """Compares the GPU memory of the run in `folder` to the estimate. Returns no result if the run failed.
 
-    name, result: those of the run.
+    name, result: the name and the result of the run.
     """
     name = f"{name}: memory as estimated"
     if not has_gpu():

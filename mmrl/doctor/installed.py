@@ -68,7 +68,7 @@ def report_lines(checks: Iterable[InstalledCheck]) -> Iterator[str]:
 def check_packages(requirements: Iterable[Requirement], versions: Mapping[str, str]) -> Iterator[InstalledCheck]:
     """Yields a result for each requirement of mmrl and its extras: installed, missing, or of an unsuitable version.
 
-    versions: those of the installed packages, by canonical name.
+    versions: the versions of the installed packages, by canonical name.
     """
     checked = set[str]()
     for requirement in requirements:

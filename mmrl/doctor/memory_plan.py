@@ -111,6 +111,7 @@ class Peaks:
         relevant.pop("optim")
         if trains:
             relevant["engine"] = {k: v for k, v in engine.items() if k not in ("zero_stage", "offload")}
+            # An update depends on the lengths of prompts and responses only, not on how many are sampled at once.
             if "max_prompt_length" in relevant["rollout"]:
                 relevant["rollout"].pop("micro_batch", 0)
             else:
@@ -150,6 +151,7 @@ def compute_plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peak
     both_phases["averages"] = (
         num_averages * num_local * (4 + bytes_per_weight)
     )  # in fp32; and while they are in use, a copy of the weights
+    # the reference's weights, and while they are in use, a copy of the policy's
     both_phases["reference"] = 2 * num_local * bytes_per_weight if config.needs.reference else 0.0
     both_phases["teachers"] = teacher_weights(config) * bytes_per_weight
     num_copies = sum(measurement.trains_copy for measurement in config.needs.measurements)
@@ -267,7 +269,7 @@ def fit_overrides(load_config: LoadConfig, path: str, ranks: int, gpu: Gpu, peak
     """Returns overrides with which a job fits `gpu`, or comes closest to it, and the plan with them.
 
     An override is taken if it lowers the memory of the larger phase by 1 %. Those that make the configuration invalid
-    are skipped. path: that of the model.
+    are skipped. path: the model's folder or hub name.
     """
     overrides: list[str] = []
     config = load_config(overrides)
@@ -288,14 +290,14 @@ def fit_overrides(load_config: LoadConfig, path: str, ranks: int, gpu: Gpu, peak
                 overrides, config, best_plan = candidate_overrides, candidate, candidate_plan
                 break
             rejected.add(override)
-        else:
+        else:  # no override lowers the memory any more
             break
     return overrides, best_plan
 
 
 def plan_job(config: Config, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
-    """Returns the plan of a job. path: that of the model. Raises UserError if its size is unknown without its
-    weights."""
+    """Returns the plan of a job. path: the model's folder or hub name. Raises UserError if the size of the model is
+    unknown without its weights."""
     memory = config.model.memory_model(config, path)
     if memory is None:
         raise UserError(f"model.path={path} is one of mmrl's small networks; its memory is not estimated")

@@ -64,7 +64,7 @@ def diagnose(
     run: Run = run_in_process,
     print_line: Callable[[str], None] = print,
 ) -> list[CheckResult]:
-    """Runs checks and returns all results, those of earlier calls included.
+    """Runs checks and returns all results, including results of earlier calls.
 
     folder: for results and report.md. machine: versions and GPUs; results of another machine are discarded. limit:
     seconds for each check. rerun: whether to discard all earlier results. run: runs a command, see `run_in_process`.

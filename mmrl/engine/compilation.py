@@ -87,7 +87,7 @@ class CompiledBlocks:
         torch._dynamo.config.recompile_limit = max(VERSIONS, torch._dynamo.config.recompile_limit)
         # It advises, at every block that reads a number from a tensor, a setting that costs more than it gains here.
         logging.getLogger("torch._dynamo.variables.tensor").setLevel(logging.ERROR)
-        for function in _apart:
+        for function in _apart:  # they stay uncompiled
             module_globals = vars(sys.modules[function.__module__])
             module_globals[function.__name__] = torch.compiler.disable(function)
         self.active = False  # of all threads: backward passes, which recompute blocks, run in threads of their own

@@ -73,7 +73,7 @@ def local_part(parameter: nn.Parameter) -> Tensor:
     if not _is_sharded(parameter):
         return parameter.data
     local: Tensor = vars(parameter)["ds_tensor"]
-    return local.narrow(0, 0, _local_slice(parameter)[1])
+    return local.narrow(0, 0, _local_slice(parameter)[1])  # [1]: the length without padding
 
 
 def take_shard(parameter: nn.Parameter, full: Tensor) -> Tensor:

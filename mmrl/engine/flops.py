@@ -73,6 +73,7 @@ class FlopCounter(TorchDispatchMode):
             return out
         forward = ATTENTION[name](*args) if name in ATTENTION else flop_registry[packet](*args, **kwargs, out_val=out)
         fused = name in ATTENTION or "attention" in name
+        # A backward pass repeats the product for each factor that needs a gradient. In ADDING a summand comes first.
         first = 1 if packet in ADDING else 0
         factors = [needs_gradient(t) for t in args[first : first + (3 if fused else 2)]]
         times = (2 if any(factors) else 0) if fused else sum(factors)  # of fused attention all gradients are computed
@@ -240,7 +241,8 @@ class CallMeter(Meter):
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[FlopCounter], None] | None:
         """Adds the operations of a call whose input shapes were counted before, and returns None. For new shapes,
-        returns the function that adds and stores the count."""
+        returns the function that adds and stores the count. Once MAX_BATCH_SIZES numbers of rows are counted, another
+        one counts in proportion to the nearest of them."""
         tensors = tensors_of((args, kwargs))
         rows = max(1, len(tensors[0]))
         shapes = (tuple(t.shape[1:] if t.shape[:1] == (rows,) else t.shape) for t in tensors)
@@ -250,6 +252,7 @@ class CallMeter(Meter):
             return None
 
         def done(counter: FlopCounter) -> None:
+            """Stores the count as operations per row, and adds it to the tally."""
             known[rows] = counter.total * (1 / rows)
             self.tally.add(counter.total)
 
@@ -301,6 +304,7 @@ class SequenceMeter(Meter):
             pairs = int(starts.diff().long().square().sum())
 
         def done(counter: FlopCounter) -> None:
+            """Stores the count of a call with or without gradients."""
             self._known[with_gradient] = SequenceFlops(
                 counter.weights * (1 / (rows * length)), counter.pairs * (1 / pairs)
             )

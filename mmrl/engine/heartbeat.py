@@ -60,11 +60,13 @@ class Heartbeat:
     """
 
     def __init__(self, folder: Path, rank: int, world: int, limit: float) -> None:
+        """Begins to write this rank's heartbeat, and to watch the heartbeats of all `world` ranks, in a thread. folder:
+        the run directory. limit: engine.timeout in seconds."""
         self.folder, self.world, self.limit = folder / FOLDER, world, limit
         self.state = RankState(rank, socket.gethostname(), os.getpid())
-        self.start = min(START_S, limit)
+        self.start = min(START_S, limit)  # seconds within which all ranks have to start
         self._began = process_start()
-        self.interval = min(15.0, max(0.2, limit / 100))
+        self.interval = min(15.0, max(0.2, limit / 100))  # seconds between two heartbeats
         # By rank: its state, and the times at which its beats and its marks last changed
         self._states: dict[int, tuple[RankState, float, float]] = {}
         self._warned = False

@@ -142,6 +142,7 @@ def peak_activations(module: nn.Module, compute: Callable[[], Any], *, trains: b
     """
 
     def drop(parameter: Tensor) -> None:
+        """Removes a gradient as soon as it is complete."""
         parameter.grad = None  # `static_memory` counts it
 
     trained = [p for p in module.parameters() if p.requires_grad]

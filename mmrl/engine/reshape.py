@@ -53,6 +53,7 @@ def load(
         pieces, states = sharded_optimizer(optimizer, moments)
 
     def assemble(name: str, key: str) -> Tensor:
+        """Returns the flat fp32 weights (key MASTER) or a moment of the parameter `name`, joined from all ranks."""
         return torch.cat([piece[key] for piece in pieces[name]])
 
     allocate_moments(engine, stage, states)

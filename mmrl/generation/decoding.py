@@ -32,7 +32,8 @@ class GrowingLayer(DynamicLayer):
         self._memory: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends keys and values of further tokens, [row, head, token, channel]. Returns those of all tokens."""
+        """Appends keys and values of further tokens, [row, head, token, channel]. Returns keys and values of all
+        tokens so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         before, length = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]

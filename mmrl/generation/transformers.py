@@ -88,6 +88,7 @@ class Prefix:
         self.cache = DynamicCache(config=model.config.get_text_config()) if cache is None else cache
         self.mask = inputs["attention_mask"]
         position_ids = positions(model, inputs)
+        # with images, positions have three axes (time, row, column), and text continues after the largest of all
         self.next_position = position_ids.amax(-1).view(-1, len(self.mask)).amax(0) + 1  # [row]
         self.hidden = self._forward(**inputs, position_ids=position_ids)  # [row, length, hidden]
         end = self.mask.cumsum(1).argmax(1)  # column of the last token: the first one with the largest count

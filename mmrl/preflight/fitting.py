@@ -37,6 +37,7 @@ def try_rows(source: FittedSource, num_rows: int, seconds: float = TIME_LIMIT) -
     with display.work(f"checking rows of {Path(source.name).name}", num_tried) as work:
         for num_checked, position in enumerate(golden_ratio_order(num_tried), 1):
             num_bad += not source.fits(position * num_rows // num_tried)
+            # [0]: the lower end of the interval
             if num_checked >= MIN_ROWS and wilson(num_bad, num_checked, STANDARD_ERRORS)[0] > source.max_bad_share:
                 raise UserError(
                     f"{source.name}: {num_bad} of {num_checked} checked rows cannot be used, see the warnings above, "

@@ -74,7 +74,7 @@ def reference_images(image: Tensor) -> dict[str, Tensor]:
 def probe_own_rewards(samples: Sequence[Sample], score: Score, names: Sequence[str], key: str) -> Iterator[Alarm]:
     """Yields an alarm for each of the user's own rewards that gives very different images the same value.
 
-    samples: those of the policy. score: returns rewards [sample, component]. names: those of the components. key: the
+    samples: the policy's. score: returns rewards [sample, component]. names: the names of the components. key: the
     configuration key that holds the rewards.
     """
     generated = [sample for sample in samples if sample.image is not None][:1]

@@ -95,6 +95,7 @@ def check_end_tokens(processor: Processor, model: Any) -> str:
     tokenizer = processor.tokenizer
     end_ids = end_tokens(model.generation_config, tokenizer)
     question, answer = Message("user", (MARK,)), Message("assistant", (RESPONSE,))
+    # what the template writes after a response
     rest = rendered(processor, [question, answer, question]).partition(RESPONSE)[2]
     first = tokenizer(rest, add_special_tokens=False).input_ids[:1]
     names = ", ".join(repr(tokenizer.decode([end_id])) for end_id in end_ids)
@@ -144,7 +145,7 @@ def max_difference(values: Tensor, other: Tensor, quantities: str) -> str:
     """Returns a line on the largest difference of two tensors. quantities: their names, for messages. Raises
     FailedTrial if it is above MAX_DIFFERENCE."""
     difference = float((values - other).abs().max())
-    if not difference <= MAX_DIFFERENCE:
+    if not difference <= MAX_DIFFERENCE:  # true for NaN, too
         raise FailedTrial(f"{quantities} differ by up to {difference:.2g}, more than {MAX_DIFFERENCE:g}")
     return f"largest difference {difference:.1e}"
 
@@ -159,7 +160,7 @@ def check_images(policy: VisionLanguagePolicy) -> str:
     with torch.no_grad():
         first, second = (policy.replay(batch, policy.module).logp for batch in (rollouts, other))
     difference = float((first - second).abs().max())
-    if not difference > 0:
+    if not difference > 0:  # true for NaN, too
         raise FailedTrial("another image does not change log-probabilities: the model does not read images")
     return f"as many features as tokens; another image changes log-probabilities by {difference:.1e}"
 
@@ -176,7 +177,7 @@ def check_sampling(policy: VisionLanguagePolicy) -> str:
         logp = unpadded_logprobs(policy, tokens)
         sampled_logp = logp.gather(1, tokens.response[:, None])[:, 0]
         largest_gap = max(largest_gap, float((logp.max(1).values - sampled_logp).max()))
-    if not largest_gap <= MAX_DIFFERENCE:
+    if not largest_gap <= MAX_DIFFERENCE:  # true for NaN, too
         raise FailedTrial(
             f"greedy decoding takes tokens that are less likely than others, by {largest_gap:.2g} in log-probability"
         )

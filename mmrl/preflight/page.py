@@ -51,7 +51,7 @@ def png_url(image: Image.Image) -> str:
 
 
 def write_page(target: Path, name: str, report: CheckReport, rows: Sequence[Row]) -> None:
-    """Writes the page as one self-contained HTML file. name: that of the configuration. Raises OSError if it cannot be
+    """Writes the page as one self-contained HTML file. name: the configuration's name. Raises OSError if it cannot be
     written."""
     import jinja2
 

@@ -74,7 +74,7 @@ def _probe_golds(
             report.add(alarms)
             if not_tried := [name for name in rewards.names if name not in scores]:
                 report.skipped.append(("rewards", f"golds are not scored with {', '.join(not_tried)} of {key}"))
-    return scores
+    return scores  # those of the rewards, which come last
 
 
 def probe_template(

@@ -43,7 +43,7 @@ def probe_decay(config: Config) -> Iterator[Alarm]:
     """Yields an alarm if PPO's lambda by length is 0 even for the longest rollout, and so for all."""
     if not isinstance(config.algorithm, PPO) or not isinstance(decay := config.algorithm.lam, LengthDecay):
         return
-    limit = longest_rollout(config)
+    limit = longest_rollout(config)  # (key, steps)
     if limit is not None and limit[1] * decay.scale <= 1:
         key, steps = limit
         yield Alarm(

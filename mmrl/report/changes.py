@@ -39,6 +39,7 @@ def find_change(series: Series, *, factors: bool = False) -> Change | None:
         return None
     best = min(cuts, key=lambda cut: absolute_deviation(values[:cut]) + absolute_deviation(values[cut:]))
     before, after = median(values[:best]), median(values[best:])
+    # points[best][0]: the step of the first value after the cut
     return Change(*((math.exp(before), math.exp(after)) if factors else (before, after)), points[best][0])
 
 

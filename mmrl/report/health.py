@@ -259,7 +259,7 @@ def staleness(run: RunRecord) -> Iterator[HealthFinding]:
 
 def gradient(run: RunRecord) -> Iterator[HealthFinding]:
     """Judges the norm of the gradient: whether it grew by a factor of 10 to more than `optim.clip_grad_norm`, or has
-    peaks above this bound and 30 times its median. Below the bound growth is normal: that of LoRA begins at almost 0.
+    peaks above this bound and 30 times its median. Below the bound growth is normal: with LoRA the norm begins near 0.
     """
     norm = run.series("grad_norm")
     positive = [value for value in norm.finite if value > 0]

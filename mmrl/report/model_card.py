@@ -30,7 +30,7 @@ def model_card(run: RunRecord, weights: Path, name: str) -> str:
 
 
 def _metadata(run: RunRecord, library: tuple[str, str, str] | None) -> dict[str, Any]:
-    """Returns the YAML metadata of a card, in the hub's terms."""
+    """Returns the YAML metadata of a card, in the hub's terms. library: see `_loading`; its package is named."""
     metadata: dict[str, Any] = {"tags": ["mmrl", "reinforcement-learning", str(run.key("algorithm.type"))]}
     if library is not None:
         metadata["library_name"] = library[1]
@@ -64,7 +64,8 @@ def _rewards(run: RunRecord) -> str:
 
 
 def _loading(library: tuple[str, str, str] | None, name: str) -> str:
-    """Returns the model card's section on loading: package and line of code. library: (name, package, line)."""
+    """Returns the model card's section on loading: package and line of code; "" without a library.
+    library: (name, package, line) of the library that loads the model."""
     if library is None:
         return ""
     _, package, line = library

@@ -182,6 +182,7 @@ def _metrics(path: Path, problems: list[str]) -> tuple[list[Row], list[Row]]:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         problems.append(f"{path.name} {reason}, so there are no curves.")
         return [], []
+    # training steps and evaluations, indexed by `held_out`: False is 0, True is 1
     by_step: tuple[dict[int, Row], dict[int, Row]] = ({}, {})
     num_damaged, num_non_numeric = 0, 0
     for number, line in enumerate(lines):

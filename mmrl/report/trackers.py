@@ -38,9 +38,11 @@ class TensorBoard:
     hyperparameters beside held-out accuracy."""
 
     def __init__(self, folder: Path, config_yaml: str) -> None:
+        """Opens the log in the run directory `folder`, and writes the configuration as hyperparameters and as text."""
         from torch.utils.tensorboard.summary import hparams
 
         self._folder = str(folder / "tensorboard")
+        # An OSError of TensorBoard's writer thread is not printed there, see `_failed`.
         self._hook = threading.excepthook
         threading.excepthook = self._failed
         self._board = self._opened()
@@ -148,6 +150,7 @@ class MLflow:
         self._log_parameters(flatten(yaml.safe_load(config_yaml) or {}))
 
     def _log_parameters(self, keys: Mapping[str, Any]) -> None:
+        """Logs the configuration, within MLflow's limits: LONGEST characters of a value, MOST values in a call."""
         from mlflow.entities import Param
 
         parameters = [Param(key, str(value)[: self.LONGEST]) for key, value in keys.items()]

@@ -118,5 +118,5 @@ def sparkline(series: Series, width: int = 32) -> str:
     means = [sum(share) / len(share) for share in shares]
     low, high = min(means, default=0.0), max(means, default=0.0)
     if high == low:
-        return BLOCKS[3] * count
+        return BLOCKS[3] * count  # all equal: a line at half height
     return "".join(BLOCKS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)

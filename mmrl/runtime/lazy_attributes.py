@@ -11,6 +11,7 @@ def attributes(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns a `__getattr__` (PEP 562) for `package`. where: the module of each name."""
 
     def __getattr__(name: str) -> Any:
+        """Imports the module of `name`, and returns its attribute of that name."""
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return vars(importlib.import_module(where[name]))[name]

@@ -21,6 +21,7 @@ def time_limit(seconds: float, message: str) -> Iterator[None]:
     thread, lock, ended = threading.get_ident(), threading.Lock(), threading.Event()
 
     def stop() -> None:
+        """Raises OutOfTime in the thread of the block, unless the block has ended."""
         with lock:
             if not ended.is_set():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(OutOfTime))

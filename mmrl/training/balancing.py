@@ -88,7 +88,7 @@ def plan_moves(by_rank: Sequence[Sequence[Piece]]) -> list[Move]:
         table = torch.tensor(free, dtype=torch.int64).view(-1, 4)
         piece_of_slot = assign_ranks(cost=table[:, 2], size=table[:, 3], rank=table[:, 0], fixed=fixed)
         for slot, piece in enumerate(piece_of_slot.tolist()):
-            if piece != slot:
+            if piece != slot:  # from (rank, number) of the piece to (rank, number) of the slot
                 moves.append(Move(*table[piece, :2].tolist(), *table[slot, :2].tolist()))
     return sorted(moves, key=lambda move: (move.source, move.target))
 

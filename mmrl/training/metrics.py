@@ -57,6 +57,7 @@ class Metrics:
             counted &= where.to(values.device).flatten()
         finite = values.where(counted, 0.0)
         maxima = finite.amax(1) if values.shape[1] else finite.sum(1)  # without values, the sum is 0
+        # maxima are reported only of metrics that are never negative
         rows = torch.stack([finite.sum(1), counted.sum(1), maxima.clamp(min=0.0)], 1)
         for name, row in zip(columns, rows.unbind(), strict=True):
             self._parts[name].append(row)

@@ -98,7 +98,7 @@ class Preparation:
             self.set_advantages(batch)
         self.algorithm.prepare(batch)
         minibatches = [[rollouts.select(rows) for rows in part] for part in parts]
-        if not complete:
+        if not complete:  # the first update uses its own log-probabilities as the old ones
             unknown: dict[str, Any] = dict.fromkeys(OLD_COLUMNS)
             minibatches[0] = [replace(micro, **unknown) for micro in minibatches[0]]
         copies = (replace(rollouts, **columns) for columns in resampled)
@@ -240,6 +240,7 @@ class Preparation:
         micro_batches = [rows for part in parts for rows in part]
 
         def replayed(changed: Rollouts, name: str) -> Tensor:
+            """Returns the column `name` of `Replay` for changed rollouts, under the policy that sampled."""
             with torch.no_grad(), applied(self.sampling_policy):
                 return ReplayColumns(self.policy, self.engine, changed).replay(micro_batches).require(name)
 

@@ -145,7 +145,8 @@ class Libero:
         return playing
 
     def _scene(self, row: int, task: LiberoTask) -> LiberoScene:
-        """Returns a scene of `task` for `row`: its current one, a cached one or a new one."""
+        """Returns a scene of `task` for `row`: its current one, a cached one or a new one. Before a new one is
+        made, the oldest of more than `kept` cached scenes are closed."""
         before, self._rows[row] = self._rows[row], None
         if before is not None:
             if before.scene.task == task:
@@ -211,6 +212,7 @@ class LiberoScene:
     """robosuite's environment of one task, with a renderer where there are cameras."""
 
     def __init__(self, task: LiberoTask, cameras: Sequence[str], image_size: int, shadows: bool):
+        """Makes the environment of a task, and a renderer for `cameras`, unless there are none."""
         self.task, self._starts = task, load_initial_states(task.starts)
         # Its own renderer would draw every step; a soft reset keeps the model, which takes 10 s to make.
         self._env = ControlEnv(
@@ -233,6 +235,7 @@ class LiberoScene:
 
     def start(self, seed: int) -> None:
         """Resets the scene to the start state of `seed` (see `Libero`), and lets objects come to rest."""
+        # the first seeds stand for LIBERO's published start states, others for random ones
         published = seed < min(EVALUATION_STARTS, len(self._starts))
         # NumPy takes seeds as words of 32 bits
         with _numpy_seed([0] if published else [seed & 0xFFFFFFFF, seed >> 32]):

@@ -58,7 +58,7 @@ def describe() -> str:
 
 def _preload(libraries: Path) -> None:
     """Loads the libraries of the driver from the folder `libraries`: LD_LIBRARY_PATH only counts when a process starts.
-    Their order is not known, so those that fail are tried again after the others."""
+    Their order is not known, so a library that fails is tried again after the rest."""
     waiting = [path for path in sorted(libraries.glob("*.so*")) if not path.name.startswith("libvulkan")]
     while waiting:
         failed = []

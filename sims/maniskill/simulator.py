@@ -203,6 +203,8 @@ class RowBlock:
     """Rows that share one ManiSkill environment and so step together; on the CPU that is a single row."""
 
     def __init__(self, rows: range, recipe: Recipe, max_steps: int | None, end_on_success: bool):
+        """rows: the numbers of the rows that are simulated together. recipe: makes their environments. Others: see
+        `ManiSkill`."""
         self.rows, self.recipe, self.max_steps, self.end_on_success = rows, recipe, max_steps, end_on_success
         self.task = ""
         self._envs: dict[str, BaseEnv] = {}
@@ -210,7 +212,8 @@ class RowBlock:
         self._steps = np.zeros(len(rows), np.int64)  # of each row's episode
 
     def shapes(self, task: str) -> tuple[int, int, tuple[int, int, int]]:
-        """Returns the dimensions of actions and states, and the shape of images."""
+        """Returns the dimensions of a task's actions and states, and the shape of its images. Raises UserError if its
+        actions are not one array."""
         images, state = self._observe(self._env(task))
         shape = self._env(task).single_action_space.shape
         if shape is None or len(shape) != 1:
@@ -291,9 +294,10 @@ class RowBlock:
         indices: NDArray,
         c: int,
     ) -> dict[str, Any]:
-        """Executes one control step, and writes column `c` of `out`. Observations are made only at the end of a chunk.
-        Returns ManiSkill's info, so that it is not evaluated twice: that is slow, and in some tasks not
-        deterministic."""
+        """Executes one control step, and writes column `c` of `out`. local, actions, playing, indices: the rows'
+        positions in this block, their actions, which have a running episode, and their rows of `out`. Returns
+        ManiSkill's info for the observation, which is computed at the end of a chunk only: to evaluate the scene twice
+        is slow, and in some tasks not deterministic."""
         box = env.single_action_space
         padded = np.zeros((len(self.rows), *box.shape), np.float32)
         padded[local[playing]] = np.clip(actions[playing], box.low, box.high)
@@ -392,6 +396,7 @@ def _assets_missing(task: str) -> Callable[[str], bool]:
     instead."""
 
     def refuse(question: str) -> bool:
+        """Raises UserError with the names of the assets, which are cut out of ManiSkill's question."""
         assets = question.split(" which could not")[0].split(" available for")[0]
         robot = question.split()[1] if question.startswith("Robot") else task
         raise UserError(f"maniskill: {task}: {assets}, which are not installed; get them with: {ASSETS} {robot}")

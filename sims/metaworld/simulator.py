@@ -97,6 +97,7 @@ class MetaWorld:
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
 
         def move(i: int, row: int) -> None:
+            """Executes the i-th chunk of actions in `row`."""
             self._play(self._rows[row], actions[i], out, i)
             self._show(self._rows[row], out, i)
 
@@ -124,7 +125,7 @@ class MetaWorld:
         for c, action in enumerate(actions):
             success, reward = playing.act(action)
             out.valid[i, c], out.success[i, c] = True, success
-            out.reward[i, c] = reward / 10 if self._dense else success
+            out.reward[i, c] = reward / 10 if self._dense else success  # Meta-World's dense rewards go up to 10
             out.terminated[i, c] = success and self._end_on_success
             out.truncated[i, c] = not out.terminated[i, c] and playing.steps >= self._max_steps
             if out.terminated[i, c] or out.truncated[i, c]:
@@ -146,6 +147,7 @@ class MetaWorldRow:
     """An environment of one task with its running episode."""
 
     def __init__(self, task: str):
+        """Makes the environment and the expert of a task."""
         self.task, self.env = task, ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"](seed=0)
         self.env._freeze_rand_vec, self.env.seeded_rand_vec = False, True  # else every episode starts like the first
         self._expert = ENV_POLICY_MAP[task]()
@@ -177,6 +179,7 @@ class MetaWorldRow:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the expert warns if it asks for more than the hand can do
                 out[c] = np.clip(self._expert.get_action(self.observation), -1, 1)
+            # the last planned action need not be executed
             if c + 1 < len(out) and self.act(out[c])[0] and end_on_success:
                 break
         attributes.update(before)

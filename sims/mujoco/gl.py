@@ -62,6 +62,7 @@ def _close_at_exit() -> weakref.WeakSet[Renderer]:
     renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
 
     def close() -> None:
+        """Closes all renderers that still exist."""
         for renderer in list(renderers):
             renderer.close()
 
@@ -74,6 +75,8 @@ class Renderer:
     close it."""
 
     def __init__(self, model: mujoco.MjModel, backend: str, size: int, max_geoms: int = MAX_GEOMS):
+        """Makes an OpenGL context and the buffers for images of size x size pixels. backend: see `choose_backend`.
+        max_geoms: the most shapes that a scene may have."""
         self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
         self._gl.make_current()
         _close_at_exit().add(self)

@@ -36,6 +36,7 @@ class TabletopRow:
     """A row of the tabletop: its model (with colors, pads and camera), its physics state and its episode."""
 
     def __init__(self, model: mujoco.MjModel, colours: list[str], control: str, shaped: bool, end_on_success: bool):
+        """model: is copied, since each episode changes colors and positions in it. Others: see `Tabletop`."""
         self.model, self.data = copy.copy(model), mujoco.MjData(model)
         self.colours, self.shaped, self.end_on_success = colours, shaped, end_on_success
         self.control = CONTROLS[control]
@@ -83,12 +84,13 @@ class TabletopRow:
         """Sets the colors of the scene, with random shades, and the positions of its pads."""
 
         def shade(colour: str) -> NDArray:
+            """Returns a random shade of a color, opaque: [RGBA], 0 to 1."""
             return np.append(np.clip(np.array(COLOURS[colour]) + rng.uniform(-0.06, 0.06, 3), 0, 1), 1)
 
         for geom, colour in zip(self.cube_geoms, self.scene.cube_colours, strict=True):
             self.model.geom_rgba[geom] = shade(colour)
         for i, geom in enumerate(self.pads):
-            shown = i < len(self.scene.pads)
+            shown = i < len(self.scene.pads)  # others are transparent
             self.model.geom_rgba[geom] = shade(self.scene.pad_colours[i]) if shown else 0
             if shown:
                 self.model.geom_pos[geom, :2] = self.scene.pads[i]
@@ -110,6 +112,7 @@ class TabletopRow:
         nothing."""
         tip = self.data.site_xpos[self.tip]
         wanted = self.control.setpoint_after(self.setpoint, action, self.task.step)
+        # at most LEASH away from the fingertips, and within their box
         self.setpoint = np.clip(np.clip(wanted, tip - LEASH, tip + LEASH), LOW, HIGH)
         self.closing = bool(action[3] > 0) if action[3] != 0 else self.closing
         self._control()
@@ -130,6 +133,7 @@ class TabletopRow:
     def view(self) -> TableView:
         """Returns what success, progress and experts read of the physics state."""
         cubes = self.data.xpos[self.cubes].copy()
+        # on the first pad, or in scenes without pads on top of cube 1
         goal = np.append(self.scene.pads[0], scene.CUBE) if len(self.scene.pads) else cubes[1] + [0, 0, 2 * scene.CUBE]
         return TableView(
             tip=self.data.site_xpos[self.tip].copy(),
@@ -173,7 +177,7 @@ class TabletopRow:
         try:
             for c in range(min(length, self.task.max_steps - self.steps)):
                 out[c] = self.control.action(self.setpoint, self.task.expert(self.view()), self.task.step)
-                if c + 1 < length:
+                if c + 1 < length:  # the last planned action need not be executed
                     self.act(out[c].astype(np.float64))
                     if self.end_on_success and self.task.success(self.view()):
                         break
@@ -278,6 +282,7 @@ class Tabletop:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
 
         def start(worker: RenderThread, i: int) -> None:
+            """Starts the i-th of the requested episodes."""
             world = self._worlds[rows[i]]
             world.reset(seeds[i], tasks[i])
             self._show(worker, world, out, i)
@@ -291,6 +296,7 @@ class Tabletop:
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
 
         def run(worker: RenderThread, i: int) -> None:
+            """Executes the i-th chunk of actions."""
             world = self._worlds[rows[i]]
             world.run(actions[i], out, i)
             self._show(worker, world, out, i)

@@ -137,8 +137,8 @@ def onto_pad(
 
 
 def push_line(rng: Generator, count: int) -> NDArray | None:
-    """Samples positions [count, 2] such that the first can be pushed to the second, and the others are not on that
-    line. Returns None if the sample is rejected."""
+    """Samples positions [count, 2] such that one straight push moves a cube from the first to the second, and
+    the rest are not in its way. Returns None if the sample is rejected."""
     # the push goes along one axis of the table (main, 0 or 1), forwards or backwards, with a small slant
     way = rng.choice([-1.0, 1.0]) * np.array([rng.uniform(APART, LONGEST_PUSH), 0.0])
     way[1] = rng.uniform(-SLANT, SLANT)
@@ -306,7 +306,7 @@ def place_expert(view: TableView) -> NDArray:
     withdraws."""
     error = view.cubes[0] - view.goal
     at_goal = bool(np.linalg.norm(error[:2]) < 0.01 and abs(error[2]) < 0.006)
-    if at_goal:
+    if at_goal:  # opens the gripper here, and rises once it is open
         return aim(over(view.tip, view.goal[2] if view.opening < 0.9 else CARRY), -1.0)
     if held(view):
         return funnel(view, view.goal + view.tip - view.cubes[0], CARRY, 1.0)

@@ -46,7 +46,7 @@ def _value(node: ast.expr) -> float:
         number = FUNCTIONS[node.func.id](*map(_value, node.args))
     else:
         raise ToolError("only numbers, + - * / // % **, brackets and " + ", ".join(FUNCTIONS))
-    if not abs(number) <= LARGEST:
+    if not abs(number) <= LARGEST:  # true for NaN, too
         raise ToolError(f"a number above {LARGEST:g}")
     return number
 

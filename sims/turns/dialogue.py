@@ -28,6 +28,7 @@ class Dialogue:
     """
 
     def __init__(self, environment: Environment, prompt: Prompt, limits: TurnLimits) -> None:
+        """Starts the environment, whose messages and tools go into `prompt`. If it fails, the conversation is lost."""
         self.limits, self._environment = limits, environment
         self.turns: list[Turn] = []
         self.end: str | None = None
@@ -152,11 +153,13 @@ def _alike(one: tuple[Message, ...], other: tuple[Message, ...]) -> bool:
     """Returns whether two lists of messages are equal, pixels included."""
 
     def comparable(part: str | Image.Image | Video) -> object:
+        """Returns a value that is equal for equal parts."""
         if isinstance(part, Video):
             return [part.fps, *map(comparable, part.frames)]
         return part if isinstance(part, str) else (part.size, part.tobytes())
 
     def content(messages: tuple[Message, ...]) -> list[object]:
+        """Returns role and comparable parts of each message."""
         return [(m.role, [comparable(part) for part in m.parts]) for m in messages]
 
     return content(one) == content(other)

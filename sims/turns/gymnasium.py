@@ -45,7 +45,8 @@ def is_image(space: object) -> bool:
 
 @cache
 def observes_images(env: str, kwargs: str) -> bool:
-    """Returns whether the observations of an environment are images. kwargs: its arguments as JSON."""
+    """Returns whether the observations of an environment are images. kwargs: its arguments as JSON, which can
+    be a key of the cache."""
     env_instance = make_env(Gymnasium(env=env, kwargs=json.loads(kwargs)), rendered=False)
     images = is_image(env_instance.observation_space)
     env_instance.close()
@@ -56,6 +57,8 @@ class GymnasiumWorld(Environment):
     """A Gymnasium environment as a multi-turn environment; the action is the last word of a response."""
 
     def __init__(self, settings: NamedActions) -> None:
+        """Makes the environment. Its image is the one that `settings.image` names, else the observation if that is an
+        image, else that of render(). Raises UserError if it has no such image, or its actions are not discrete."""
         self.settings, self.image = settings, settings.image
         if self.image is None and not observes_images(settings.env, json.dumps(settings.kwargs)):
             self.image = RENDER

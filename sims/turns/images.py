@@ -160,7 +160,7 @@ def mark() -> Tool:
         image: Number = 0,
     ) -> Image.Image:
         """Shows an image with a red frame around a box."""
-        scene.image(image)
+        scene.image(image)  # refuses a number without an image
         box = _box(scene, left, top, right, bottom, image)
         scene.facts |= {"box": list(box), "image": image}
         return _change_both(scene, image, lambda one: framed(one, box))

@@ -76,7 +76,8 @@ class OpenEnvWorld(Environment):
         return fields if self.action is None else self.action(**fields)
 
     def _shown(self, observation: Mapping[str, Any]) -> tuple[Part, ...]:
-        """Returns the parts of the message that shows an observation: the image, if any, and the fields as text."""
+        """Returns the parts of the message that shows an observation: the image, if any, and the fields `text`
+        (default: all) as JSON, or as plain text if `text` names only one."""
         settings = self.settings
         images = [] if settings.image is None else [read_image(observation[settings.image])]
         names = settings.text or [name for name in observation if name not in (*NOT_OBSERVED, settings.image)]

@@ -122,6 +122,7 @@ def policy_client(events: queue.Queue[Any]) -> object:
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class PolicyClient(Client):  # type: ignore[misc]
+        # Abstract methods of Client, which have nothing to do since `get_response` is replaced.
         def setup_client(self, config: object) -> None: ...
 
         async def to_native_tool(self, tool: object) -> None: ...

@@ -49,6 +49,7 @@ def play(
             active[rows] = True
 
             def move() -> list[Step]:
+                """Executes the chunks one after another. Returns the result of each."""
                 return [sim.step(chunk, active) for chunk in chunks]
 
             # A single share steps in this thread, to which a simulator's graphics context may belong.
@@ -96,9 +97,11 @@ def run_episodes(
     success, length = np.zeros(len(sim), bool), np.zeros(len(sim), np.int64)
 
     def choose(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[ArrayLike], None]:
+        """Returns one chunk of actions, without a context."""
         return [act(observation, np.isin(np.arange(len(sim)), rows))], None
 
     def tell(rows: NDArray[np.int64], steps: list[Step], _: None) -> None:
+        """Records success and the number of executed actions of the chunk."""
         success[rows] |= steps[0].success[rows].any(1)
         length[rows] += steps[0].valid[rows].sum(1)
 

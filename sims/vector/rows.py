@@ -31,8 +31,8 @@ class EnvironmentRows(Generic[T]):
         return self._environments[row]
 
     def each(self, rows: Sequence[int], out: Transition, act: Callable[[int, int], None]) -> Transition:
-        """Calls act(i, row) for the i-th of `rows` and returns `out`. If it raises, that is the row's error in
-        `out`."""
+        """Calls act(i, row) for the i-th of `rows` and returns `out`. An exception becomes the row's error
+        in `out`, and the row loses its environment."""
         for i, row in enumerate(rows):
             try:
                 act(i, row)

@@ -108,6 +108,8 @@ class VectorSim:
         name: str | None = None,
         patience_s: float | None = None,
     ):
+        """shares: rows that step together; None: all rows do. name: for messages. patience_s: seconds after which a
+        warning says that a call of the simulator takes long; None: never."""
         self.name = name or type(simulator).__name__
         check_facts(self.name, simulator)
         self.simulator = simulator

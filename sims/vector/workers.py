@@ -64,6 +64,8 @@ class Workers:
         python: str | None = None,
         ray: str | None = None,
     ):
+        """Starts the workers and waits until all are ready. name, count, options: see `mmrl.sims.build`; others: see
+        the class. Raises UserError for wrong arguments, and if a worker cannot start."""
         if not 1 <= workers <= count:
             raise UserError(
                 f"simulator {name!r}: workers must be from 1 to {count}, the number of environments, not {workers}"
@@ -134,9 +136,11 @@ class Workers:
         was replaced during its episode gets an error."""
 
         def step_rows(worker: SimulatorWorker, indices: list[int], local_rows: list[int]) -> dict[str, Any]:
+            """Steps some rows of one worker. indices: their positions in `rows`; local_rows: their numbers there."""
             return worker.ask("step", rows=local_rows, actions=actions[indices])
 
         workers_and_rows = [self._worker_and_row(row) for row in rows]
+        # A worker that was replaced has no instruction of a row until that row is reset.
         lost = {
             i: worker.fault for i, (worker, local) in enumerate(workers_and_rows) if local not in worker.instructions
         }
@@ -153,6 +157,7 @@ class Workers:
         actions = np.zeros((len(rows), length, self.action_dim), np.float32)
 
         def plan(worker: SimulatorWorker, indices: list[int], local_rows: list[int]) -> None:
+            """Writes the actions for rows of one worker into `actions`, unless it fails or was replaced."""
             if all(row in worker.instructions for row in local_rows):
                 with suppress(SimulatorError):
                     actions[indices] = worker.ask("expert", rows=local_rows, length=length)["actions"]

@@ -162,8 +162,8 @@ class MovingShapes:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
-        """Returns prompt `index`, which is random but determined by the split, the seed and `index`; its metadata: see
-        the class."""
+        """Returns prompt `index`, which is random but determined by the split, the seed and `index`. With the
+        probability `wrong_share` its target video shows another motion than its text. Its metadata: see the class."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

@@ -25,8 +25,10 @@ class Pairs(ABC):
     media: str  # what the files hold, for error messages, such as "an image"
 
     def __init__(self, path: Path, *, max_bad_share: float, field: str = "prompt") -> None:
+        """Reads the rows, and checks that their files exist. path, field, max_bad_share: see `load_prompts`."""
         self.root = path.parent.resolve()
         self.prompts = load_prompts(path, field=field, max_bad_share=max_bad_share)
+        # For its errors only: raises ValueError for a path that cannot be used.
         for prompt in self.prompts:
             for key in SIDES:
                 self._path(prompt, key)

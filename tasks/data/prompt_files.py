@@ -29,8 +29,8 @@ def load_prompts(
 
     A prompt is a line of a .txt file, or the column `field` of a row; the row's other columns go to metadata. Rows come
     from a .jsonl, .json, .csv, .tsv or .parquet file, or from a folder that `save_to_disk` wrote. Ids are
-    '<stem>:<number>', where lines are counted from 1, blank ones included. check: raises RowError for a row that lacks
-    something else.
+    '<stem>:<number>', where lines are counted from 1, blank ones included. check: is called with each row and its
+    text, and raises RowError if the row lacks what else the caller needs; None: nothing else is needed.
 
     Rows that cannot be used are logged and left out. Raises FileNotFoundError, and ValueError for another kind of file,
     for a share of bad rows above `max_bad_share`, and if no prompt is left.

@@ -60,8 +60,8 @@ class VideoFiles:
             raise RowError(f"cannot read {name}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
     def _read_animation(self, name: str, file: BinaryIO, first_frame_only: bool) -> Video:
-        """Reads up to max_frames evenly spaced frames of an animated image. The video's fps is that of these frames;
-        all are assumed to last as long as the last one that is read."""
+        """Reads up to max_frames evenly spaced frames of an animated image. The video's fps counts these frames only;
+        all frames of the file are assumed to last as long as the last one that is read."""
         with Image.open(file, formats=ANIMATED) as opened:
             self.image_files.check_size(name, *opened.size)
             num_frames = opened.n_frames  # type: ignore[attr-defined]  # all of ANIMATED have it
@@ -76,7 +76,7 @@ class VideoFiles:
         return Video(tuple(frames), fps * len(indices) / num_frames)
 
     def _read_ffmpeg(self, name: str, data: bytes, extension: str, first_frame_only: bool) -> Video:
-        """Reads up to max_frames evenly spaced frames of a video by FFmpeg. The video's fps is that of these frames."""
+        """Reads up to max_frames evenly spaced frames of a video by FFmpeg. Its fps counts these frames only."""
         import imageio.v3 as iio
 
         file: dict[str, Any] = {"uri": data, "plugin": "FFMPEG", "extension": extension}

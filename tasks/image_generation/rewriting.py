@@ -39,7 +39,9 @@ class RewriterPrompts:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Prompt:
-        """Returns prompt `index` for the rewriter: the template, filled with the original prompt's text."""
+        """Returns prompt `index` for the rewriter: the template, filled with the original prompt's text. Its metadata
+        has the original prompt, and as the demonstration a rewritten prompt (the original text if the source has
+        none)."""
         prompt = self.source[index]
         demonstration = prompt.metadata.get("reasoning", prompt.text)
         metadata = {"demonstration": demonstration, **prompt.metadata, "original": prompt}

@@ -213,6 +213,8 @@ class PromptsData(Prompts):
         return self
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
+        """Returns the training prompts (None without `train`), and the held-out prompts: those in the file `eval`, or
+        the share `heldout` of the file `train`."""
         from mmrl.tasks.image_generation.data import prompts
 
         train = None if self.train is None else self._read(self.train)

@@ -34,6 +34,8 @@ class ImageGeneration:
         *,
         edits: bool = False,
     ):
+        """second_scorer: a reward that is only measured, as a guard; None: there is none. edits: whether prompts have
+        images to edit."""
         self.train, self.evaluation = train, evaluation
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self.rewards, self._accuracy, self._second_scorer = rewards, accuracy, second_scorer
@@ -54,7 +56,7 @@ class ImageGeneration:
         return ImageGeneration(train, evaluation, rewards, RewardSet([accuracy]), scorer, edits=data.edits)
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Returns unweighted rewards [rollout, component], float32; NaN: it could not be computed.
+        """Returns unweighted rewards [rollout, component], float32; NaN for one that could not be computed.
 
         group: [rollout] int64, the index of each rollout's prompt; None: rollouts of equal prompt ids are a group.
         """

@@ -128,7 +128,8 @@ class ActionDisturber:
         self.perturbed_actions = np.zeros(0)  # of the perturbations; empty before the first step
 
     def disturb(self, expert_actions: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Returns the actions to execute, [environment, 1, action] like `expert_actions`."""
+        """Returns the actions to execute, [environment, 1, action] like `expert_actions`: the expert's with Gaussian
+        noise; but where a perturbation begins at random, one random action in this and the next `length` - 1 steps."""
         disturbance = self.disturbance
         noise = self.rng.standard_normal(expert_actions.shape)
         actions = np.clip(expert_actions + disturbance.noise * noise, -1, 1)
@@ -136,6 +137,7 @@ class ActionDisturber:
             return actions
         begins = (self.remaining == 0) & (self.rng.random(len(expert_actions)) < disturbance.probability)
         sampled = self.rng.uniform(-1, 1, expert_actions.shape)
+        # perturbed_actions is empty before the first call
         previous = self.perturbed_actions if self.perturbed_actions.size else sampled
         self.perturbed_actions = np.where(begins[:, None, None], sampled, previous)
         self.remaining[begins] = disturbance.length

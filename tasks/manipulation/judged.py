@@ -53,8 +53,8 @@ class SuccessJudge(TwoWordJudgeReward):
         self._scores: dict[int, tuple[ref[Episode], Score]] = {}
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Returns the judge's probabilities of success, or with `threshold` 1 or 0; None for an episode without a
-        score."""
+        """Returns the judge's probabilities of success, or with `threshold` 1 or 0; None for an episode without
+        one, see `probabilities`."""
         probabilities = self.probabilities(samples)
         if self.threshold is None:
             return probabilities
@@ -66,9 +66,11 @@ class SuccessJudge(TwoWordJudgeReward):
         return [None if p is None else p >= threshold for p in self.probabilities(samples)]
 
     def probabilities(self, samples: Sequence[Sample]) -> list[Score]:
-        """Returns the judge's probability that each episode succeeded, 0 to 1; None as for the reward. Asks the judge
-        once for each episode. Raises UserError if an episode has no images."""
+        """Returns the judge's probability that each episode succeeded, 0 to 1; None if the simulator failed, or
+        the judge gives neither answer a probability. Asks the judge once for each episode. Raises
+        UserError if an episode has no images."""
         episodes = [_episode_with_images(sample) for sample in samples]
+        # Episodes that no longer exist are removed, as a new one may have the same id.
         self._scores = {key: cached for key, cached in self._scores.items() if cached[0]() is not None}
         new = [e for e in episodes if not e.lost and id(e) not in self._scores]
         answers = self.judge.ask([self._episode_question(e) for e in new], self.answers) if new else []

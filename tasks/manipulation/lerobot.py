@@ -87,6 +87,8 @@ class _Dataset:
     """A dataset in LeRobot's format: its metadata, and access to its episodes."""
 
     def __init__(self, root: Path, columns: DatasetColumns, cameras: tuple[str, ...]) -> None:
+        """Reads the metadata of the dataset in the folder `root`. cameras: the simulator's. Raises UserError if
+        metadata are missing, or of an unknown version."""
         self.root, self.state, self.action = root, columns.state, columns.action
         path = _existing(root / "meta/info.json")
         info = _parsed(path, path.read_text())
@@ -187,6 +189,7 @@ class _Dataset:
         decoders = [self._decoder(camera, episode, file, camera_size) for camera in self.image_features]
 
         def decode(first: int, num_frames: int) -> NDArray[np.uint8]:
+            """Decodes frames, with the images of all cameras side by side: [frame, height, width, 3]."""
             return np.concatenate([decoder(first, num_frames) for decoder in decoders], 2)
 
         images: Any = Frames(length, decode, keep)
@@ -309,7 +312,8 @@ def _matrix(column: pa.ChunkedArray, size: int, name: str) -> NDArray[np.float32
 
 
 def _table(file: Path, names: list[str], filters: list[tuple[str, str, int]] | None = None) -> pa.Table:
-    """Reads columns of a Parquet file. Raises UserError if it is not one, or a column is missing."""
+    """Reads columns of a Parquet file. filters: conditions (column, operator, number) that rows must meet. Raises
+    UserError if it is not a Parquet file, or a column is missing."""
     try:
         columns = parquet.read_schema(file).names
     except pa.ArrowInvalid as error:

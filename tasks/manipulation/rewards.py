@@ -26,7 +26,7 @@ def simulator(sample: Sample) -> float | None:
 
 def reasoning(sample: Sample) -> float | None:
     """Returns the mean number of latents that were sampled before an action chunk; with a negative weight it is a cost
-    of reasoning. Raises UserError if the action head samples no latents."""
+    of reasoning. None if the simulator failed. Raises UserError if the action head samples no latents."""
     episode = episode_of(sample)
     if episode.reasoning is None:
         raise UserError(

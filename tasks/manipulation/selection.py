@@ -38,7 +38,7 @@ class EpisodeSelection:
         """
         in_split = self._in_split(name, numbers, splits)
         if self.episodes is None or isinstance(self.episodes, int):
-            return in_split[: self.episodes]
+            return in_split[: self.episodes]  # the first ones, or all if None
         absent = [number for number in self.episodes if number not in in_split]
         if absent:
             split = "" if self.split is None else f" in its split {self.split}"

@@ -28,6 +28,7 @@ class Manipulation:
     with different seeds have different training start states."""
 
     def __init__(self, settings: ManipulationSettings, seed: int) -> None:
+        """seed: the seed of the run, which determines the start states of training episodes."""
         self.settings, self.simulator_rows = settings, settings.rows
         rewards = RewardSet(settings.rewards)
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
@@ -91,8 +92,8 @@ class Manipulation:
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
         """Returns metrics [rollout] by name: the number of executed actions, the sum of the simulator's rewards,
-        success at the end (all NaN if the simulator failed), and whether the simulator failed; those of
-        `judge_measures` for each judge of success; and for a latent action head the mean number of latents before a
+        success at the end (all NaN if the simulator failed), and whether the simulator failed; for each judge of
+        success the metrics of `judge_measures`; and for a latent action head the mean number of latents before a
         chunk."""
         episodes = [s.episode for s in samples if s.episode is not None]
         optional: dict[str, Tensor] = {}
@@ -142,8 +143,8 @@ class ShuffledInstructions:
         return self.simulator.reset(rows, seeds, tasks)
 
     def instruction(self, row: int) -> str:
-        """Returns the first different instruction among the following started rows; the row's own if all have the
-        same."""
+        """Returns the instruction of another started row: the next one whose instruction differs, where the first row
+        follows the last. Returns the row's own if all are the same."""
         instruction, position = self.simulator.instruction(row), self.started.index(row)
         others = [self.simulator.instruction(r) for r in self.started[position + 1 :] + self.started[:position]]
         return next((other for other in others if other != instruction), instruction)

@@ -30,7 +30,8 @@ class Frames:
         return self.length
 
     def __getitem__(self, index: slice) -> NDArray[np.uint8]:
-        """Returns the images of a slice of step 1, [frame, height, width, 3]."""
+        """Returns the images of a slice of step 1, [frame, height, width, 3]. With `keep` the first access decodes all
+        images, and caches them."""
         first, last, step = index.indices(self.length)
         assert step == 1
         if not self.keep:

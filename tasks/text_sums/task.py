@@ -61,8 +61,8 @@ class Sums:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
-        """Returns sum `index`: a random pair of summands of the split, determined by the split, the seed and
-        `index`."""
+        """Returns sum `index`: a random pair of summands of the split, determined by the split, the seed and `index`.
+        With the probability `wrong_share` its demonstration is the sum without carries."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

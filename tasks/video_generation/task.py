@@ -23,7 +23,7 @@ class VideoGeneration:
         self.rewards, self._accuracy = rewards, accuracy
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Returns unweighted rewards [rollout, component], float32; NaN: it could not be computed.
+        """Returns unweighted rewards [rollout, component], float32; NaN for one that could not be computed.
 
         group: [rollout] int64, the index of each rollout's prompt; None: rollouts of equal prompt ids are a group.
         """

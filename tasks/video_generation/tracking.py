@@ -55,6 +55,7 @@ def _drawings() -> Tensor:
 
 def track(videos: Tensor) -> list[Track]:
     """Tracks the object of each video: the shape that, at its best position in each frame, is nearest to the video.
+    A track's distance is the largest squared error of a frame, as a multiple of the squared error of a black frame.
 
     videos: [video, frame, 1, size, size] on GENERATION_CANVAS, clamped to 0..1.
     """

@@ -37,6 +37,8 @@ class ParquetRows:
     unit = "row"
 
     def __init__(self, path: Path, cache_bytes: int):
+        """Opens the file, whose row groups are read on access. cache_bytes: see the class. Raises ValueError if it has
+        too many rows, or too large row groups."""
         self._path, self._file, self._cache_bytes = path, pq.ParquetFile(path), cache_bytes
         groups = [self._file.metadata.row_group(group) for group in range(self._file.metadata.num_row_groups)]
         self._starts = [0, *accumulate(group.num_rows for group in groups)]  # the first row of each group, and the end

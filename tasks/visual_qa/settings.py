@@ -318,6 +318,7 @@ class HuggingFaceData(RowsData):
         from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
 
         def split(name: str) -> Source:
+            """Opens a split of the dataset."""
             return HuggingFaceSource(self.name, name, options=self.options, stream=self.stream, **self._reading)
 
         return None if self.train_split is None else split(self.train_split), split(self.eval_split)
@@ -444,6 +445,8 @@ class VisualQASettings(TaskSettings):
 
     @model_validator(mode="after")
     def _check_environment(self) -> VisualQASettings:
+        """Checks that recorded conversations have no instruction or system message added, and sets their environment,
+        which replays recorded messages, if none is named."""
         if self.data.recorded:
             if self.instruction is not None or self.system is not None:
                 raise ValueError("remove instruction and system: conversations have messages of their own")

@@ -28,6 +28,8 @@ class VisualQA:
         accuracy: RewardSet,
         environment: EnvironmentSettings | None = None,
     ):
+        """accuracy: verifies answers in evaluations. environment: answers the policy in conversations; None: a response
+        is the whole rollout."""
         self.environment = environment
         self.train, self.evaluation = train, evaluation
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
@@ -66,8 +68,8 @@ class VisualQA:
         return self.verifier.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns metrics [rollout] by name: the length in tokens, whether generation was truncated, and those of
-        conversations."""
+        """Returns metrics [rollout] by name: the length in tokens, whether generation was truncated, and in
+        conversations the metrics of `conversation_measures`."""
         return {
             "response/length": torch.tensor([float(s.response_length) for s in samples]),
             "response/truncated": torch.tensor([float(s.truncated) for s in samples]),

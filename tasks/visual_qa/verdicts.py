@@ -59,7 +59,8 @@ def load(key: Sequence[Any], num_rows: int) -> dict[int, str] | None:
 
 
 def save(key: Sequence[Any], num_rows: int, bad: dict[int, str]) -> None:
-    """Writes a result to the cache. If the folder cannot be written, the next start checks again."""
+    """Writes a result to the cache, unless there are more than MAX_BAD_ROWS bad rows. If the folder cannot be
+    written, the next start checks again."""
     if len(bad) > MAX_BAD_ROWS:
         return
     path = _path(key)

@@ -202,7 +202,7 @@ _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def python_settings(text: str, function: str | None, name: str) -> Settings:
-    """Returns what a function of a Python file assigns to `config`, without executing it.
+    """Returns what a function of a Python file assigns to keys of `config` and to variables, without executing it.
 
     Literals, arithmetic, earlier variables, int(), f-strings, os.path.join and calls of the file's other configuration
     functions are evaluated. Any other expression is returned as its source text.

@@ -36,7 +36,8 @@ DATA = "task.data"
 
 
 def set_dtype(value: Any, converted: Converted, source: Settings) -> None:
-    """Sets model.dtype to bfloat16 or float32."""
+    """Sets model.dtype to bfloat16 or float32. No value and "auto" set nothing; other types go to the unmatched
+    keys."""
     dtypes = {"bf16": "bfloat16", "bfloat16": "bfloat16", "true": "bfloat16", "fp32": "float32", "float32": "float32"}
     name = dtypes.get(str(value).lower().removeprefix("torch."))
     if name is None and value not in (False, None, "auto", "no"):
@@ -111,6 +112,7 @@ def set_generator(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the generator from TRL's and ms-swift's use_vllm and vllm_mode, or from verl's rollout engine."""
     if value in (False, None, "hf"):
         return
+    # colocated unless vllm_mode says "server"
     server = get_setting(source, "vllm_mode", default="colocate" if "vllm_mode" not in source else None) == "server"
     generator: dict[str, Any] = {"type": "vllm_server" if server else "vllm_colocated"}
     memory_share = get_setting(source, "vllm_gpu_memory_utilization", "gpu_memory_utilization")
@@ -138,6 +140,7 @@ def data_files_rule(part: str) -> Rule:
     """
 
     def set_files(value: Any, converted: Converted, source: Settings) -> None:
+        """Sets the questions from the first of the files, or from the data set, that `value` names."""
         file_names = list(value) if isinstance(value, list) else [value]
         if len(file_names) > 1:
             converted.comments.append(
@@ -146,6 +149,7 @@ def data_files_rule(part: str) -> Rule:
         data = converted.settings.setdefault(DATA, {})
         name, at, split = str(file_names[0]).partition("@")
         if at or (not re.search(r"\.(parquet|jsonl?|csv|tsv)$", name) and not name.startswith(("/", ".", "$", "~"))):
+            # without @SPLIT the split is train, or test for questions to evaluate on
             data |= {"type": "huggingface", "name": name, f"{part}_split": split or {"eval": "test"}.get(part, part)}
         else:
             data |= {"type": "files", part: name}
@@ -233,11 +237,12 @@ def _function(name: str) -> dict[str, Any]:
 def reward_function_rule(signature: str, function_key: str, default_name: str) -> Rule:
     """Returns a rule whose value is a file with a function that becomes the only reward (verl and EasyR1).
 
-    signature: arguments that the function takes, as `task.rewards` names them. function_key: the key of the other
-    library with the function's name. default_name: the function's name if neither that key nor the value gives it.
+    signature: arguments that the function takes, as `task.rewards` names them. function_key: the key of verl or
+    EasyR1 with the function's name. default_name: the function's name if neither that key nor the value gives it.
     """
 
     def set_reward(value: Any, converted: Converted, source: Settings) -> None:
+        """Sets the reward and the accuracy to the function in the file `value`, if there is one."""
         if not value:
             return
         reference = str(value)
@@ -297,7 +302,7 @@ def set_window(value: Any, converted: Converted, source: Settings) -> None:
 
 def set_trained_steps(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the number of denoising steps that are trained. value: flow_grpo's timestep_fraction, 0 to 1, of the chain's
-    first steps."""
+    first steps. Sets nothing if it is 1, or if flow_grpo trains on a random window, see `set_window`."""
     num_trained = int(float(value) * int(get_setting(source, "num_steps")))
     if float(value) < 1 and not get_setting(source, "sde_window_size", default=0):
         converted.settings["denoising.likelihood.window"] = {"type": "all", "last": num_trained}

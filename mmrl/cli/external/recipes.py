@@ -42,7 +42,8 @@ class Library:
     skipped_prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def matches(self, settings: Settings) -> bool:
-        """Returns whether the settings of a file have one of the library's signature keys."""
+        """Returns whether the settings of a file have one of the library's signature keys. A signature that ends with a
+        dot stands for all keys that begin with it."""
         return any(
             key.startswith(signature) if signature.endswith(".") else key == signature
             for key in settings
@@ -204,7 +205,7 @@ def _convert_key(
         converted.unmatched[key] = reason
     elif entry is None:
         converted.unmatched[key] = ""
-    elif len(entry) > 2:
+    elif len(entry) > 2:  # [library, mmrl's key, name of a rule]; most have no rule
         RULES[entry[2]](value, converted, settings)
     elif _KEY_PATTERN.match(entry[1]):
         if value is not None:

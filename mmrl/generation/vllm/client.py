@@ -105,7 +105,8 @@ class Server:
 
     def failed(self, *, runs: bool) -> None:
         """Records a failure and starts a pause without requests, longer each time. Failures during a pause belong to
-        requests from before it and are not counted. runs: whether the server still runs."""
+        requests from before it and are not counted. runs: whether the server still runs; only then does the
+        number of failures grow."""
         self.suspect = True
         if not self.is_paused():
             self.failures += runs
@@ -206,7 +207,7 @@ class Server:
 
     def _steps(self, old: str, weights: EngineWeights, send_weights: SendWeights) -> Iterator[Step]:
         """Yields the steps that bring the server from the version `old` of weights to `weights`."""
-        base, _, adapter = old.partition(".")
+        base, _, adapter = old.partition(".")  # a version is BASE, or BASE.ADAPTER with a LoRA
         if old == weights.version:
             return
         if base != weights.base:

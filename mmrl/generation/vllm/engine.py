@@ -156,6 +156,7 @@ class EngineOptions:
     def arguments(self) -> dict[str, Any]:
         """Returns the options by vLLM's names. Raises UserError if the LoRA's rank is above vLLM's maximum."""
         gpu, settings = torch.cuda.is_available(), self.settings
+        # None: on a GPU vLLM derives it from `memory`, on a CPU it is 1 GiB
         cache = settings.cache_gib if gpu or settings.cache_gib else 1.0
         if self.lora_rank > RANKS[-1]:
             raise UserError(
@@ -207,9 +208,9 @@ def sampling_parameters(request: Request, sampling: Sampling, eos: tuple[int, ..
         "seed": request.seed,
         "logit_bias": {token: NEVER for token in sampling.suppressed} or None,
         "stop_token_ids": list(eos),
-        "ignore_eos": True,
+        "ignore_eos": True,  # only stop_token_ids end a response
         "max_tokens": request.limit,
-        "logprobs": 0,
+        "logprobs": 0,  # of no other tokens than the sampled ones
         "detokenize": False,
     }
 

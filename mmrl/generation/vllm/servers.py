@@ -72,14 +72,13 @@ class Servers:
         rank: int = 0,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Collective.
+        """Prepares the engines; the first `load` starts them. A collective.
 
         folder: a folder that all servers can read, for the files that engines start from and for weights. options:
         how each engine runs, with `VLLMServer` as settings. describe: writes the configuration and the processor of
         the model into a folder. gather: returns the list of all ranks' values. say: shows a message to the user.
 
         Raises UserError if vLLM has to be started and is not installed, and if there is no such Ray cluster.
-
         """
         settings = options.settings
         assert isinstance(settings, VLLMServer)
@@ -308,7 +307,7 @@ class Servers:
                     done.result()
             finally:
                 batch.over.set()
-        if batch.left:
+        if batch.left:  # all servers are lost
             raise next(iter(batch.lost.values()))
         return [answer for group in batch.answers for answer in group]
 
@@ -318,6 +317,7 @@ class Servers:
         attempts."""
 
         def still_needed() -> bool:
+            """Returns whether it makes sense to wait for the server."""
             return batch.unfinished() and number not in batch.lost and not self._closed.is_set()
 
         server = self.servers[number]
@@ -382,6 +382,7 @@ class RequestBatch:
     time."""
 
     def __init__(self, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> None:
+        """bodies: the JSON of each request, in the same order."""
         self.requests, self.bodies = requests, bodies
         self.answers: list[list[Answer]] = [[] for _ in bodies]
         self.attempts = [0] * len(bodies)
@@ -483,6 +484,7 @@ def bodies(
     """Returns the JSON bodies of requests to /inference/v1/generate. model: the name of the LoRA to use; None: no
     LoRA."""
     model_key = {} if model is None else {"model": model}
+    # by identity, so that images that several requests share are encoded once
     images = {id(r.images): [data_url(image) for image in r.images] for r in requests}
     return [
         {**content(r, images[id(r.images)]), **model_key, "sampling_params": sampling_parameters(r, sampling, eos)}

@@ -46,7 +46,8 @@ class Checksum:
 def checksum(values: Tensor, view: tuple[int, Sequence[int]] | None = None, state: str = HELD) -> Checksum:
     """Computes the checksum of a tensor, or of a part of one, on its device.
 
-    view: for a part, the offset of its first element and its strides in the flattened tensor.
+    view: for a part, the offset of its first element and its strides in the flattened tensor. state: is
+    stored with the result.
     """
     first, strides = view or (0, row_strides(values.shape))
     if values.numel() == 0:
@@ -72,6 +73,7 @@ def _contiguous_sum(values: Tensor, first: int) -> Tensor:
             block_sum = ((bits[start:stop].long() + 1) * index_weights[offset : offset + stop - start]).sum()
             total = total + block_sum * _weight(torch.tensor(block, device=values.device))
     whole = bits[head : head + blocks * BLOCK].view(blocks, BLOCK)
+    # blocks at a time, to limit memory, and on a CPU to stay in its cache
     rows = (CHUNK if values.is_cuda else CACHED) // BLOCK
     for start in range(0, blocks, rows):
         part = whole[start : start + rows]

@@ -86,7 +86,7 @@ class BroadcastGroup:
         self.processes = kind(self.store, self.rank, self.rendezvous.size, options)
 
     def broadcast(self, payload: Tensor, until: float) -> Work:
-        """Starts a broadcast from rank 0 to the others, and returns it for `wait`.
+        """Starts a broadcast from rank 0 to all members, and returns it for `wait`.
 
         until: the deadline, in seconds of time.monotonic. Soon after it the broadcast also times out in torch, since
         gloo cannot leave a group while a broadcast is pending.

@@ -204,7 +204,7 @@ class Arrival:
 
     def receive(self, weights: Iterable[tuple[str, Tensor]], filled: bool = True) -> None:
         """Replaces all weights. weights: tensors by the names in the model's checkpoint, in its shapes. filled: see
-        `CopyWatch`."""
+        `CopyWatch`, which records where they land unless checksums are switched off."""
         if not torch.cuda.is_available():
             repack_experts(self.model_runner.get_model())
         additional: Any = self.vllm_config.additional_config
@@ -234,6 +234,7 @@ class Arrival:
         receiver.join(rendezvous, first + self.rank)
         receiver.base = None
         weights = until_error(receiver.weights(base), problems)
+        # at the first transfer only, and if the engine was filled with `ramp`
         filled, self.untouched = self.untouched and self.vllm_config.load_config.load_format == UNLOADED, False
         try:
             self.receive(weights, filled=filled)

@@ -100,6 +100,7 @@ class DigitPromptSource:
         self.split, self.size, self.seed, self.wrong_share = split, size, seed, wrong_share
         self.rejected, self.reasoning, self.twins = rejected, reasoning, twins
         _, labels = _digits()
+        # for each digit, the indices of its images
         self._pools = [np.array([i for i in split_indices(split) if labels[i] == digit]) for digit in range(10)]
 
     def __len__(self) -> int:
@@ -107,7 +108,12 @@ class DigitPromptSource:
 
     def __getitem__(self, index: int) -> Prompt:
         """Returns prompt `index`, which asks for digit `index` % 10. Its text and images are random, but determined by
-        the split, the seed and `index`."""
+        the split, the seed and `index`.
+
+        Its metadata has a target image, which shows a wrong digit with the probability `wrong_share`; and if these
+        options are set, an image of a wrong digit (`rejected`), the target's digit in words (`reasoning`), and a prompt
+        with the same sentence about another digit (`twins`).
+        """
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

@@ -54,7 +54,8 @@ class Edit:
         return f"remove the {self.shape}" if self.color is None else f"make the {self.shape} {self.color}"
 
     def apply(self, scene: Sequence[Item]) -> list[Item]:
-        """Returns the scene after the edit."""
+        """Returns the scene after the edit: the object of its shape has the new color, or is removed if that is
+        None."""
         edited = []
         for item in scene:
             if item.shape != self.shape:
@@ -127,8 +128,8 @@ class EditedShapes:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
-        """Returns prompt `index`, which is random but determined by the split, the seed and `index`; its metadata: see
-        the class."""
+        """Returns prompt `index`, which is random but determined by the split, the seed and `index`. With the
+        probability `wrong_share` its target is the image after another edit. Its metadata: see the class."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

@@ -138,6 +138,7 @@ def _convolutions(width: int) -> nn.Module:
     first layer."""
 
     def block(in_channels: int, out_channels: int) -> list[nn.Module]:
+        """Returns a convolution that leaves the image size unchanged, with normalization and activation."""
         return [nn.Conv2d(in_channels, out_channels, 3, padding=1), nn.BatchNorm2d(out_channels), nn.ReLU()]
 
     return nn.Sequential(
@@ -147,7 +148,7 @@ def _convolutions(width: int) -> nn.Module:
 
 
 def augment(premultiplied: Tensor) -> Tensor:
-    """Augments images for the training of a classifier: affine transform, color, background, contrast and noise.
+    """Augments images for the training of a classifier: affine transform, color, background, saturation and noise.
 
     premultiplied: [image, 4, 2 SIZE, 2 SIZE], see `things`. Returns [image, 3, SIZE, SIZE], 0 to 1. Uses torch's global
     generator.
@@ -155,11 +156,13 @@ def augment(premultiplied: Tensor) -> Tensor:
     num_images = len(premultiplied)
 
     def uniform(low: float, high: float, *size: int) -> Tensor:
+        """Samples uniform numbers, [image, *size]."""
         return low + (high - low) * torch.rand(num_images, *size)
 
     zoom, angle = 1 / uniform(*_AFFINE["scale"]), uniform(*_AFFINE["turn"])
     mirror = 2.0 * (torch.rand(num_images) < 0.5) - 1
-    # for each image, the two rows of the matrix that maps pixels of the result to pixels of the input
+    # for each image, the two rows of the matrix that maps positions in the result to positions in the input: the
+    # first computes the column of the input, the second its row
     rows = [zoom * mirror * angle.cos(), -zoom * mirror * angle.sin(), uniform(*_AFFINE["shift"])]
     columns = [zoom * angle.sin(), zoom * angle.cos(), uniform(*_AFFINE["shift"])]
     affine = torch.stack([torch.stack(rows, -1), torch.stack(columns, -1)], 1)

@@ -69,6 +69,7 @@ def warn_of_overlap(train: list[Prompt], evaluation: list[Prompt], image_field: 
     prompts with the same text but different images are not the same."""
 
     def content(prompt: Prompt) -> tuple[str, str]:
+        """Returns what makes prompts the same: the text, and the reference of the image to edit."""
         return prompt.text, "" if image_field is None else str(prompt.metadata[image_field])
 
     training_contents = {content(prompt) for prompt in train}

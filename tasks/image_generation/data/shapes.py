@@ -100,8 +100,8 @@ def scenes(split: Split, kind: str, colours: Sequence[str], max_count: int = len
     """Returns all scenes of a split; the split depends on no seed.
 
     kind: "count" (one phrase) or "relation" (two). A scene is held out if the indices of its parts sum to 3 modulo 4.
-    That is a quarter of all scenes; each count, color, shape and relation is in many training scenes. Split "all" is
-    both, for supervised training of a base model on all scenes.
+    That is a quarter of all scenes; each count, color, shape and relation is in many training scenes. Split "all" has
+    training and held-out scenes, for supervised training of a base model.
     """
     color_names, indexed = list(COLORS), []
     for count, color, (shape_index, shape) in product(range(1, max_count + 1), colours, enumerate(SHAPES)):
@@ -143,8 +143,10 @@ def place_objects(scene: ShapeScene, rng: np.random.Generator, layout: Layout = 
             corners = np.isin(np.arange(SIZE - OBJECT + 1), GRID)
         free = np.outer(corners, corners)  # possible top left corners, [row, column]
         placed: list[PlacedShape] = []
+        # with layout "row", the row of each phrase
         rows = {phrase: rng.choice(GRID) for phrase in scene.phrases} if layout == "row" else {}
         for phrase in to_place:
+            # Once the object of `second` is drawn, only corners in the right relation to it are possible for `first`.
             if phrase is scene.first and scene.relation is not None and len(placed) == 1:
                 free &= _corners_in_relation(scene.relation, placed[0])
             candidates = np.flatnonzero(free)
@@ -178,12 +180,13 @@ def draw(objects: Sequence[PlacedShape]) -> Tensor:
 
 def with_wrong_part(scene: ShapeScene, rng: np.random.Generator, colours: Sequence[str], max_count: int) -> ShapeScene:
     """Returns the scene with another color, shape or count in its first phrase, or with the opposite relation. No image
-    shows both scenes."""
+    shows the scene before and the scene after this change."""
     first, parts = scene.first, ["colour", "shape"]
     parts += ["count"] * (max_count > 1) + ["relation"] * (scene.relation is not None)
     part = str(rng.choice(parts))
 
     def other(values: Iterable[T], *excluded: T) -> T:
+        """Selects one of the values at random that is not excluded."""
         remaining = [value for value in values if value not in excluded]
         return remaining[rng.integers(len(remaining))]
 
@@ -194,6 +197,7 @@ def with_wrong_part(scene: ShapeScene, rng: np.random.Generator, colours: Sequen
     if part == "shape":
         return replace(scene, first=replace(first, shape=other(SHAPES, first.shape)))
     used = [phrase.color for phrase in scene.phrases]
+    # a color that no phrase has; if `colours` has no other, one of the whole palette
     color = other(colours if len(colours) > len(used) else COLORS, *used)
     return replace(scene, first=replace(first, color=color))
 
@@ -240,8 +244,8 @@ class ShapesSource:
         return self.size
 
     def __getitem__(self, index: int) -> Prompt:
-        """Returns prompt `index`, which is random but determined by the split, the seed and `index`; its metadata: see
-        the class."""
+        """Returns prompt `index`, which is random but determined by the split, the seed and `index`. With the
+        probability `wrong_share` its target image shows another scene than its text. Its metadata: see the class."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

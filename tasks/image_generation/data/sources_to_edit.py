@@ -42,7 +42,7 @@ class ImagesToEdit:
             self.files.check(image)
 
     def references(self, row: Mapping[str, Any]) -> list[Any]:
-        """Returns the paths or data URLs of a row's images."""
+        """Returns the paths or data URLs of a row's images, whose column holds one, a list or nothing."""
         value = row.get(self.field)
         if not value:
             return []

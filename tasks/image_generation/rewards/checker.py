@@ -58,8 +58,9 @@ def find_shapes(images: Tensor) -> list[list[PlacedShape]]:
     """
     pixels = images.detach().float().cpu().clamp(0, 1).permute(0, 2, 3, 1)
     nearest = (pixels[..., None, :] - _PALETTE).square().sum(-1).argmin(-1).numpy()  # [image, row, column]
+    # one plane for each image and color; color 0 is the background
     planes = (nearest[:, None] == np.arange(1, len(_PALETTE))[:, None, None]).reshape(-1, SIZE, SIZE)
-    labels, _ = ndimage.label(planes, _IN_PLANE)  # planes: one per image and color
+    labels, _ = ndimage.label(planes, _IN_PLANE)  # objects in different planes are not connected
     objects: list[list[PlacedShape]] = [[] for _ in images]
     for label, (plane, rows, columns) in enumerate(ndimage.find_objects(labels), start=1):
         mask = labels[plane.start, rows, columns] == label
@@ -83,7 +84,8 @@ def _find_cached(samples: Sequence[Sample]) -> list[list[PlacedShape]]:
 
 
 def _match_shape(mask: np.ndarray, color: str, top: int, left: int) -> PlacedShape:
-    """Returns the object of a connected component, with the shape that fits it best.
+    """Returns the object of a connected component, with the shape that fits it best; None as its shape if the component
+    is too large, or no shape reaches MIN_IOU.
 
     mask: [height, width] bool, the component's bounding box, whose top left corner is (top, left) in pixels.
     """

@@ -66,6 +66,7 @@ def _convolutions() -> nn.Module:
     """Builds a convolutional network from images [image, 1, SIZE, SIZE] to logits [image, 10]."""
 
     def block(in_channels: int, out_channels: int) -> list[nn.Module]:
+        """Returns a convolution that leaves the image size unchanged, with its activation."""
         return [nn.Conv2d(in_channels, out_channels, 3, padding=1), nn.ReLU()]
 
     return nn.Sequential(

@@ -33,7 +33,8 @@ class Columns:
         return self.images if self.options is None else (*self.images, self.options)
 
     def merge(self, row: Mapping[str, Any], problem: str, images: str, answer: str) -> dict[str, Any]:
-        """Returns a copy of the row with options and images merged in.
+        """Returns a copy of the row: the options follow the question as lines such as "A. text", an answer that is an
+        index becomes its letter, and the images of several columns become one list, in the order of the markers.
 
         problem, images, answer: the keys of the question, the list of images and the answer. Raises RowError if options
         or markers are malformed.
@@ -79,7 +80,8 @@ class Columns:
 
     def _place_images(self, row: Mapping[str, Any], text: str) -> tuple[str, list[Any]]:
         """Replaces numbered markers such as `<image 2>` by `<image>`. Returns the text, and the images in the order of
-        its markers. Raises RowError for a marker without an image."""
+        its markers. Images without a marker come first; they get one if others have one. Raises RowError for a marker
+        without an image."""
         available = {number: row[name] for number, name in enumerate(self.images, 1) if row.get(name) is not None}
         marked = [int(number) for number in NUMBERED.findall(text)]
         for number in marked:

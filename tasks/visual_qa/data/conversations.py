@@ -55,7 +55,8 @@ class ConversationFields:
     image_files: ImageFiles = ImageFiles()
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt:
-        """Returns the messages before the assistant's first message as the prompt.
+        """Returns the messages before the assistant's first message as the prompt. Its answer is the field `answer` of
+        the row, or the assistant's last message.
 
         Metadata: `demonstration`, the text of each assistant message; `observations`, for each but the last of these
         the messages that follow it; and all other fields of the row. Raises RowError as `check`, and if an image cannot
@@ -172,7 +173,8 @@ class ConversationFields:
     def _parts(
         self, content: Any, image_column: Iterator[tuple[int, object]], open_image: Callable[[object], Image.Image]
     ) -> Iterator[Part]:
-        """Yields the texts and images of a message's content. Raises RowError for a part of another type."""
+        """Yields the texts and images of a message's content: text, one part, or a list of either. A part without an
+        image of its own stands for the next one of the row's column. Raises RowError for a part of another type."""
         for part in [content] if isinstance(content, str | Mapping) else content or []:
             if isinstance(part, str):
                 yield from self._split_at_markers(part, image_column, open_image)
@@ -238,6 +240,7 @@ class ConversationFields:
     def _call(self, call: object) -> str:
         """Returns a tool call as the text that the assistant writes, Python or <tool_call> JSON. Raises RowError if the
         call is malformed."""
+        # the form of OpenAI's API, or only the object inside of "function"
         function = call.get("function") or call if isinstance(call, Mapping) else {}
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -168,7 +168,7 @@ class DigitsSource:
 
     def __getitem__(self, index: int) -> Prompt:
         """Returns question `index` about a random row of digits. Everything is determined by the split, the seed and
-        `index`."""
+        `index`. With the probability `wrong_share` the demonstration of an answer in digits is one too large."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

@@ -48,6 +48,7 @@ class FileSource(RowSource):
         parquet_gib: float = PARQUET_GIB,
         validate: bool = True,
     ):
+        """Opens the file and detects its format; see `RowSource` for the check of its rows."""
         path = Path(path)
         root = path.parent if image_root is None else Path(image_root)
         image_files = ImageFiles(root, max_pixels)

@@ -49,6 +49,7 @@ class HuggingFaceSource(RowSource):
         options: Mapping[str, Any] | None = None,
         stream: int | None = None,
     ):
+        """Loads the split and detects its format; see `RowSource` for the check of its rows."""
         root = None if image_root is None else Path(image_root)
         image_files = ImageFiles(root, max_pixels)
         rows, title = split_rows(name, split, options or {}, stream), f"{name} ({split})"
@@ -114,6 +115,7 @@ class _StreamedRows:
     unit = "row"
 
     def __init__(self, name: str, split: str, dataset: Any, num_rows: int):
+        """Reads the first `num_rows` rows into memory; images stay encoded. Raises ValueError if streaming fails."""
         try:
             self._rows = list(islice(dataset.decode(False), num_rows))
         except (OSError, ValueError) as error:

@@ -64,7 +64,8 @@ def _right_of(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestio
 
 
 def _neighbour(row: Sequence[str], rng: np.random.Generator, step: int) -> NamedImageQuestion:
-    """Asks what is beside a random image. step: -1 for its left neighbour, 1 for its right one."""
+    """Asks what is beside a random image. step: -1 for its left neighbour, 1 for its right one. The
+    wrong answer is another name of the row."""
     first = int(rng.integers(len(row) - 1))
     named, target = (first + 1, first) if step == -1 else (first, first + 1)
     side = "left" if step == -1 else "right"
@@ -183,7 +184,7 @@ class NamedImagesSource:
 
     def __getitem__(self, index: int) -> Prompt:
         """Returns question `index` about a random row of images. Everything is determined by the split, the seed and
-        `index`."""
+        `index`. With the probability `wrong_share` the demonstration is a wrong answer."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

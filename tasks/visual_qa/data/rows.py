@@ -83,6 +83,8 @@ class RowSource:
     """
 
     def __init__(self, rows: Rows, fields: RowMapping, *, name: str, prefix: str, max_bad_share: float, validate: bool):
+        """Checks all rows if `validate`, and leaves bad ones out. name: for messages. prefix: the beginning of prompt
+        ids. Raises ValueError if the share of bad rows exceeds `max_bad_share`, or no row is left."""
         if not 0 <= max_bad_share <= 1:
             raise ValueError(f"max_bad_share must be from 0 to 1, not {max_bad_share}")
         self.name, self.max_bad_share = name, max_bad_share

@@ -71,7 +71,11 @@ class ScenesSource:
 
     def __getitem__(self, index: int) -> Prompt:
         """Returns question `index` about a random scene of digits. Everything is determined by the split, the seed and
-        `index`."""
+        `index`.
+
+        The demonstration zooms in on the cell in question, or with the probability `wrong_share` on a random one, and
+        then answers with the digit there; with the probability `direct` it is the right answer only.
+        """
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is out of range: there are {self.size} prompts")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])

@@ -128,6 +128,7 @@ class Fields:
             check_value(value, str(key))
         row = self.columns.merge(row, self.problem, self.images, self.answer)
         question = self._question(self._required(row, self.problem, "problem_field"))
+        # The answer is the value of its column, or without one the assistant's reply in the messages.
         answer = question.reply
         if answer is None or value_of(row, self.answer) is not None:
             answer = self._required(row, self.answer, "answer_field")

@@ -97,7 +97,7 @@ def _with_messages(rows: list[Mapping[str, Any]]) -> list[RowFormat]:
 
 def _image_column(fields: Fields, rows: list[Mapping[str, Any]]) -> str:
     """Returns the column of the images: `image` if that has values, the default `images` has none, and the user named
-    no column."""
+    no column; else the column in `fields`."""
     if fields.images != IMAGES or fields.columns.images or any(row.get(IMAGES) for row in rows):
         return fields.images
     return "image" if any(row.get("image") for row in rows) else fields.images

@@ -25,6 +25,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     source = DigitsSource("train", size=1000, seed=0)
     prompts = [source[index] for index in range(len(source))]
     corpus = [prompt.text for prompt in prompts] + [prompt.answer for prompt in prompts]
+    # repeated, so that these texts become few tokens
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
     corpus += ["<think>", "</think>", "<answer>", "</answer>"] * 10
     return train_tokenizer(corpus, VOCABULARY)

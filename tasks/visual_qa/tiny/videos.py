@@ -22,6 +22,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a byte-level BPE tokenizer in which each answer is one token."""
     source = VideosSource("train", size=120, seed=0)
     corpus = [source[index].text for index in range(len(source))]
+    # repeated, so that these texts become few tokens
     corpus += [word for words in (SHAPES, DIRECTIONS, SPEEDS) for word in words] * 20
     corpus += [f"<{second}.{tenth} seconds>" for second in range(3) for tenth in range(10)] * 20
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
