@@ -182,7 +182,10 @@ REFUSED = [
     (["algorithm.baseline=quantile", "rollout.group_size=1"], "raise rollout.group_size"),
     (["algorithm.baseline=median"], "algorithm.baseline.type=median is unknown"),
     (["algorithm.components={type: gated, gates: [lenght]}"], "lenght is not a reward; choose from mark"),
-    (["algorithm.components={type: gated, gates: [mark]}"], "gates names every reward (mark), so that no reward is left to multiply"),
+    (
+        ["algorithm.components={type: gated, gates: [mark]}"],
+        "gates names every reward (mark), so that no reward is left to multiply",
+    ),
 ]
 
 
