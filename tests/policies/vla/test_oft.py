@@ -131,13 +131,13 @@ class TestConversion:
             "not a head of OpenVLA-OFT's L1 regression", action_head={"noise_predictor.fc1.weight": torch.ones(2, 2)}
         )
         lacking = {name: t for name, t in head.items() if name != "model.fc1.bias"}
-        refused(r"action_head--.* lacks model\.fc1\.bias", action_head=lacking)
-        refused(r"action_head--.* has an unknown model\.more", action_head=head | {"model.more": torch.ones(1)})
+        refused(r"action_head--.* lacks the tensor model\.fc1\.bias", action_head=lacking)
+        refused(r"action_head--.* has an unknown tensor model\.more", action_head=head | {"model.more": torch.ones(1)})
         refused(
             r"layer_norm1\.bias must have shape \[96\], but it has \[1\]",
             action_head=head | {"model.layer_norm1.bias": torch.ones(1)},
         )
-        refused(r"proprio_projector--.* lacks fc2\.bias", proprio_projector=dict(list(projector.items())[:3]))
+        refused(r"proprio_projector--.* lacks the tensor fc2\.bias", proprio_projector=dict(list(projector.items())[:3]))
         refused("holds something else than a mapping from names to tensors", proprio_projector=[1])
         refused("holds something else than a mapping from names to tensors", proprio_projector={"fc1.weight": 1})
         refused("no file says how many actions a chunk has; give it, such as --chunk 8", chunk=None)
