@@ -233,7 +233,9 @@ def locate(target: str, key: str) -> Any:
         members = vars(importlib.import_module(module))
     except (ImportError, ValueError) as error:
         hint = moved.hint_of(error) if isinstance(error, ImportError) else ""
-        path_hint = ", with its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) and not hint else ""
+        # only a user's module can be missing because its folder is not on PYTHONPATH
+        is_missing = isinstance(error, ModuleNotFoundError) and module.partition(".")[0] != "mmrl"
+        path_hint = ", with its folder on PYTHONPATH" if is_missing else ""
         raise SettingsError(
             f"{key}={target}: no such object ({error}{hint}); expected package.module:name{path_hint}"
         ) from None

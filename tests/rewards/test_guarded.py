@@ -45,7 +45,7 @@ def test_ten_and_a_hundred_failures_are_told_again(caplog):
     with caplog.at_level(logging.WARNING, "mmrl"):
         for one in samples(*["x"] * 120):
             failures.record(one, Failure("error", "no"))
-    assert [message.split("number ")[1].split(",")[0] for message in caplog.messages] == ["1", "10", "100"]
+    assert [message.split("(error: ")[1].split(" ")[0] for message in caplog.messages] == ["1", "10", "100"]
 
 
 @pytest.mark.parametrize("word", ["spin", "sleep"])

@@ -163,7 +163,7 @@ def test_what_cannot_be_built_is_refused_at_once(name, settings, words):
 
 
 def test_an_interpreter_without_mmrl_or_none_at_all(tmp_path):
-    with pytest.raises(ValueError, match="there is no interpreter python=/nowhere/python; mmrl rewards install"):
+    with pytest.raises(ValueError, match="there is no interpreter python=/nowhere/python; set python to"):
         RewardSet([RewardSpec(name="numeric", python="/nowhere/python")])
     useless = tmp_path / "python"
     useless.write_text("#!/bin/sh\nexit 1\n")

@@ -191,7 +191,7 @@ def test_the_verdict_comes_after_the_thinking():
 WRONG = [
     ("rubric_judge", {}, "set either criteria or criteria_key"),
     ("rubric_judge", {"criteria": []}, "criteria: the list is empty"),
-    ("rubric_judge", {"criteria": [["x", -1]]}, "a positive weight"),
+    ("rubric_judge", {"criteria": [["x", -1]]}, "a weight above 0, not"),
     ("rubric_judge", {"criteria": ["x"], "question": "{prompt}?"}, "must contain {criterion}"),
     ("answer_judge", {"question": "Is it?"}, "must contain {prompt}"),
     ("answer_judge", {"think_tokens": -1}, "must not be negative"),

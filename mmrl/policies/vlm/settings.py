@@ -70,7 +70,7 @@ class TokenSampling(TokenLimits):
         if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_sampling:
             raise ValueError(
                 f"top_p={self.top_p:g} and top_k={self.top_k} never sample the less likely tokens, which biases the "
-                "gradient; set top_p=1 and top_k=0, or allow_truncated_sampling=true to keep them"
+                "gradient; set top_p=1 and top_k=0, or rollout.allow_truncated_sampling=true to keep them"
             )
         return self
 

@@ -137,7 +137,9 @@ class TestConversion:
             r"layer_norm1\.bias must have shape \[96\], but it has \[1\]",
             action_head=head | {"model.layer_norm1.bias": torch.ones(1)},
         )
-        refused(r"proprio_projector--.* lacks the tensor fc2\.bias", proprio_projector=dict(list(projector.items())[:3]))
+        refused(
+            r"proprio_projector--.* lacks the tensor fc2\.bias", proprio_projector=dict(list(projector.items())[:3])
+        )
         refused("holds something else than a mapping from names to tensors", proprio_projector=[1])
         refused("holds something else than a mapping from names to tensors", proprio_projector={"fc1.weight": 1})
         refused("no file says how many actions a chunk has; give it, such as --chunk 8", chunk=None)
