@@ -62,7 +62,7 @@ class Cluster:
         UserError if there is none."""
         import ray
 
-        before = signal.getsignal(signal.SIGTERM)
+        before, configured = signal.getsignal(signal.SIGTERM), address
         try:
             address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address  # as Ray itself does
             if address != "auto":  # if nothing listens there, Ray would try for minutes
@@ -70,10 +70,8 @@ class Cluster:
                 socket.create_connection((host, int(port)), timeout=5).close()
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except ValueError:
-            named = (
-                self.name if self.name.endswith(f"={address}") else f"the environment variable RAY_ADDRESS={address}"
-            )
-            raise UserError(f"{named} is not an address of a Ray cluster; write HOST:PORT or auto") from None
+            source = self.name if address == configured else f"the environment variable RAY_ADDRESS={address}"
+            raise UserError(f"{source} is not an address of a Ray cluster; write HOST:PORT or auto") from None
         except (OSError, RuntimeError) as error:  # RuntimeError: the cluster has another version of Ray or Python
             raise UserError(
                 f"{self.name}: there is no Ray cluster to join ({' '.join(str(error).split())[:200]}); Ray has to run "

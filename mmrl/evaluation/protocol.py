@@ -11,7 +11,8 @@ from typing import Any
 
 from mmrl.protocols.job import JobConfig
 from mmrl.protocols.parts import Task
-from mmrl.report.run import versions, wilson
+from mmrl.report.intervals import wilson
+from mmrl.report.run import versions
 from mmrl.rollouts import Sample
 from mmrl.settings import plain
 from mmrl.sims.registry import PACKAGES, resolved

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmrl.errors import UserError
 from mmrl.protocols.parts import FittedSource, Task
-from mmrl.report.run import wilson
+from mmrl.report.intervals import wilson
 from mmrl.runtime.progress import display
 
 MAX_ROWS = 200  # rows of a source that are checked

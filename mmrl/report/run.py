@@ -282,15 +282,6 @@ def write_episode_video(target: Path, episode: Episode, min_width: int = 256, ac
     return target
 
 
-def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Returns the Wilson interval (1927) of the rate successes / n. z: half its width in standard errors; 1.96: 95
-    %."""
-    share, spread = successes / n, z * z / n
-    middle = (share + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * (share * (1 - share) / n + spread / (4 * n)) ** 0.5
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def pil_image(image: Tensor) -> Image.Image:
     """Converts an image [1 or 3, height, width], clamped to 0 .. 1, to PIL."""
     pixels = (image.clamp(0, 1) * 255).round().byte()

@@ -16,7 +16,7 @@ from mmrl.core.advantages import combined_reward
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
 from mmrl.protocols.parts import Task
-from mmrl.report.run import wilson
+from mmrl.report.intervals import wilson
 from mmrl.rollouts import FRESH, Rollouts
 from mmrl.runtime.progress import time_left_text
 from mmrl.training.throughput import FLOPS, Workload
@@ -259,12 +259,12 @@ def evaluation_line(step: int, values: dict[str, float]) -> str:
     note = f" ({', '.join(missing)})" if missing else ""
     if "evaluation/accuracy" not in values:
         return f"evaluation at step {step}: no held-out accuracy{note}"
-    accuracy, error = values["evaluation/accuracy"], values["evaluation/standard_error"]
-    n = round(values["evaluation/n"])
-    # Where all are right or all wrong the standard error is 0, which would look certain however few there were.
-    low, high = wilson(round(accuracy * n), n) if accuracy in (0.0, 1.0) else (0.0, 0.0)
-    interval = f" (95 % interval {low:.2f} to {high:.2f})" if accuracy in (0.0, 1.0) else f" ± {error:.4f}"
-    return f"evaluation at step {step}: held-out accuracy {accuracy:.4f}{interval} on {n}{note}"
+    accuracy, n = values["evaluation/accuracy"], round(values["evaluation/n"])
+    uncertainty = f" ± {values['evaluation/standard_error']:.4f}"
+    if accuracy in (0.0, 1.0):  # the standard error is 0, which would look certain however few prompts there were
+        low, high = wilson(round(accuracy * n), n)
+        uncertainty = f" (95 % interval {low:.2f} to {high:.2f})"
+    return f"evaluation at step {step}: held-out accuracy {accuracy:.4f}{uncertainty} on {n}{note}"
 
 
 def lost_episodes(values: dict[str, float], prefix: str = "") -> int:

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mmrl.report.run import wilson
+from mmrl.report.intervals import wilson
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -26,7 +26,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mmrl.report.run import wilson
+from mmrl.report.intervals import wilson
 
 RETURNS = "returns: {gamma: 0.97}"
 ARMS = {

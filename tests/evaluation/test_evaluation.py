@@ -9,7 +9,7 @@ from mmrl.build import build_policy, build_task
 from mmrl.config import load
 from mmrl.evaluation.evaluate import Journal, evaluate
 from mmrl.evaluation.protocol import digest, protocol, protocol_lines, rates_by_task, simulator_packages
-from mmrl.report.run import wilson
+from mmrl.report.intervals import wilson
 from mmrl.rollouts import Episode, Prompt, Sample
 from mmrl.sims.registry import resolved
 from tests.whole_runs.parts import ROBOTS

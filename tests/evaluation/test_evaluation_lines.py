@@ -82,3 +82,12 @@ def test_evaluations_of_prompts_leave_a_line_each_and_are_listed_with_their_over
     accuracy, error = second["evaluation/accuracy"], second["evaluation/standard_error"]
     assert ended.value.code == 0
     assert f"| run | seed=5 evaluation.prompts=12 | 5 | 12 | accuracy | {accuracy:.4f} ± {error:.4f} |" in table
+    monkeypatch.setattr("sys.argv", ["evaluations.py", str(file), "--again"])
+    changed = {**lines[0], "metrics": {**lines[0]["metrics"], "evaluation/accuracy": 9.0}}
+    for first, code in ((lines[0], 0), (changed, 1)):
+        answers = iter([first, lines[1]])
+        monkeypatch.setattr(evaluations, "again", lambda line, answers=answers: next(answers))
+        with pytest.raises(SystemExit) as ended:
+            evaluations.main()
+        assert ended.value.code == code
+    assert capsys.readouterr().out.count(" OTHER |") == 1

@@ -173,6 +173,15 @@ def test_rows_with_recorded_experts_stay_padded(policy, rollouts, monkeypatch):
     torch.testing.assert_close(replay(policy, recorded).logp, usual)
 
 
+def test_an_error_in_a_pass_leaves_routers_to_themselves(policy, rollouts):
+    """The pass after it must not get the routes of the rows of the one that failed."""
+    handle = layers(policy)[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        replay(policy, with_records(rollouts, elsewhere))
+    assert policy.runner.routing.routes is None
+    handle.remove()
+
+
 def test_the_metric_counts_experts_that_the_router_would_not_choose(policy, rollouts):
     """One of the two in the first layer is replaced, of the token before the first decision of the first rollout."""
     model, place = policy.module.model, len(rollouts.inputs[0].prompt) - 1

@@ -23,7 +23,6 @@ from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm import prompts as chats
 from mmrl.policies.vlm.responses import runner
 from mmrl.policies.vlm.responses.tokens import end_tokens
-from mmrl.policies.vlm.scorer import without_checkpointing
 from mmrl.rollouts import Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, image, loaded, mixed
 
@@ -669,13 +668,20 @@ def test_activation_checkpointing_changes_memory_only(family, load, lora):
         torch.testing.assert_close(grads[1][name], want, atol=1e-6, rtol=1e-6)
 
 
-def test_an_error_while_generating_leaves_activation_checkpointing_on(load):
-    policy = load("qwen2_5_vl")
+def test_an_error_while_generating_leaves_activation_checkpointing_on(load, monkeypatch):
+    policy = load("qwen2_5_vl", activation_checkpointing=True)
     layer = next(m for m in policy.module.modules() if isinstance(m, GradientCheckpointingLayer))
-    with pytest.raises(ZeroDivisionError), without_checkpointing(policy.module):
-        assert not layer.training
-        1 / 0  # noqa: B018
-    assert layer.training
+    switched = []
+
+    def fails(*_):
+        switched.append(layer.training)
+        raise ZeroDivisionError
+
+    for name in ("_generate_shared", "_generate_unshared"):
+        monkeypatch.setattr(policy.runner, name, fails)
+    with pytest.raises(ZeroDivisionError):
+        mixed(policy)
+    assert switched == [False] and layer.training
 
 
 @FULL_FIRST

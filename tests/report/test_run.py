@@ -27,7 +27,6 @@ from mmrl.report.run import (
     pil_image,
     sample_table,
     versions,
-    wilson,
     write_episode_video,
     write_samples,
 )
@@ -161,15 +160,6 @@ def test_drawn_images_are_shown_clamped_and_enlarged_by_whole_pixels():
     assert sheet.getpixel((1, 1)) == (255, 0, 0) and sheet.getpixel((3, 3)) == (255, 0, 0)
     assert sheet.getpixel((4, 1)) == (0, 255, 0) and sheet.getpixel((4, 4)) == (0, 0, 0)
     assert sheet.getpixel((0, 0)) == (255, 255, 255) and sheet.getpixel((9, 1)) == (85, 85, 85)
-
-
-def test_wilson_interval_by_hand():
-    """Share 0.5 of 4: the centre is 0.5 and the half width z sqrt(0.25 / 4 + z^2 / 64) / (1 + z^2 / 4)."""
-    low, high = wilson(2, 4)
-    half = 1.96 * (0.25 / 4 + 1.96**2 / 64) ** 0.5 / (1 + 1.96**2 / 4)
-    assert (low, high) == pytest.approx((0.5 - half, 0.5 + half))
-    assert wilson(0, 10)[0] == 0.0 and wilson(0, 10)[1] == pytest.approx(0.2775, abs=1e-3)
-    assert wilson(10, 10)[1] == 1.0
 
 
 def test_images_of_a_group_stand_in_a_row():

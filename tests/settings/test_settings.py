@@ -205,7 +205,11 @@ def test_the_key_at_fault_is_named_with_the_nearest_one(tree, message):
         (3, "shape.type=3 is unknown"),
         ("CIRCLE", "shape.type=CIRCLE is unknown (did you mean circle?); use one of"),
         (f"{HERE}:Trapeze", f"shape.type={HERE}:Trapeze: no such object ({HERE} has no Trapeze); expected package."),
-        ("no.such:Thing", "shape.type=no.such:Thing: no such object (No module named 'no'); expected package."),
+        (
+            "no.such:Thing",
+            "shape.type=no.such:Thing: no such object (No module named 'no'); expected package.module:name, with its "
+            "folder on PYTHONPATH",
+        ),
         (":Thing", "shape.type=:Thing: no such object (Empty module name); expected package.module:name"),
         (f"{HERE}:Stranger", f"shape.type={HERE}:Stranger does not inherit from {HERE}:Shape"),
         (f"{HERE}:HERE", f"shape.type={HERE}:HERE does not inherit from {HERE}:Shape"),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmrl.config import validate
 from mmrl.errors import UserError
@@ -107,6 +108,21 @@ def test_an_image_depends_on_its_seed_alone(folder):
     whole, alone = policy.rollout(PROMPTS, 2, [1, 2, 3, 4]), policy.rollout(PROMPTS[1:], 1, [4])
     assert torch.equal(whole.inputs[3].tokens, alone.inputs[0].tokens)
     assert not torch.equal(whole.inputs[2].tokens, whole.inputs[3].tokens)
+
+
+def test_an_error_while_sampling_leaves_activation_checkpointing_on(folder, monkeypatch):
+    policy = policy_of(folder)
+    layer = next(m for m in policy.module.modules() if isinstance(m, GradientCheckpointingLayer))
+    switched = []
+
+    def fails(*_, **__):
+        switched.append(layer.training)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(policy.module, "hidden", fails)
+    with pytest.raises(ZeroDivisionError):
+        policy.rollout(PROMPTS, 1, [1, 2])
+    assert switched == [False] and layer.training
 
 
 def test_demonstrations_are_images_as_codes_some_without_their_prompt(folder):
