@@ -118,6 +118,17 @@ def log_remaining_probability(logp: Tensor) -> Tensor:
     return (1 - logp.exp().sum(-1, keepdim=True)).clamp(min=MIN_REMAINING).log()
 
 
+def log_support(logp: Tensor, reference: Tensor, min_probability: float) -> Tensor:
+    """Computes the log of the probability of a support: the listed tokens that the reference finds likely. Returns
+    [...].
+
+    logp, reference: log-probabilities of the same k tokens, [..., k]; the gradient flows to `logp`. The support is
+    those of them with a probability of at least `min_probability` under the reference, and always the likeliest one.
+    """
+    supported = (reference.exp() >= min_probability) | (reference >= reference.amax(-1, keepdim=True))
+    return logp.where(supported, -torch.inf).logsumexp(-1)
+
+
 def sampled_kl_loss(logp: Tensor, old_logp: Tensor, teacher: Tensor, *, direction: Direction) -> tuple[Tensor, Tensor]:
     """Computes a single-sample loss for the KL divergence of student and teacher. Returns it and its detached values.
 

@@ -94,7 +94,7 @@ class ReferenceRewards(PreparedMeasurement["Column"]):
         # every rank generates for as many prompts as the rank with most: ranks may have to generate together
         num_prompts = context.max_over_ranks(len(groups))
         indices = [i % len(groups) for i in range(num_prompts)]
-        with context.reference():
+        with context.weights("reference"):
             seeds = reference_seeds(context.seed, [groups[i] for i in indices])
             reference = context.policy.rollout([prompts[i] for i in indices], 1, seeds, step=context.step)
         return Column(context.score(reference.samples, torch.arange(num_prompts))[member])

@@ -24,6 +24,7 @@ from mmrl.protocols.teachers import TaughtTokens
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Column, DecisionColumn, Prompt, Replay, Rollouts
 
 
@@ -65,7 +66,7 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
         from mmrl.rollouts import DecisionColumn
 
         viewed = context.policy.view(rollouts, bind_step(self.view, context.step))
-        return DecisionColumn(context.replayed(viewed, "logp"))
+        return DecisionColumn(context.replayed(viewed, "logp", "sampling"))
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,15 @@ class GroupDivergence(PreparedMeasurement["DecisionColumn"]):
         for block_ids in ids.split(self.block):
             listed = WholeVocabulary.from_ids(block_ids, rollouts.mask.shape)
             changed = replace(rollouts, extras={**rollouts.extras, ALTERNATIVES.name: listed})
-            logp = context.replayed(changed, ALTERNATIVES.name).float().cpu()
+            logp = context.replayed(changed, ALTERNATIVES.name, "sampling").float().cpu()
             divergence += divergence_in_group(logp, rollouts.mask, rollouts.group, len(ids))
         return DecisionColumn(divergence)
+
+    def token_weights(self, batch: Batch, max_weight: float) -> Tensor:
+        """Returns weights from 1, at the position of the group's smallest divergence, to `max_weight`, at that of the
+        largest; [rollout, decision]."""
+        from mmrl.core.credit import scale_within_group
+
+        rollouts = batch.rollouts
+        scaled = scale_within_group(batch.measured(self).values, rollouts.mask, rollouts.group)
+        return 1 + (max_weight - 1) * scaled

@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from mmrl.errors import UserError
 from mmrl.prompts.views import View
-from mmrl.protocols.measurement import PreparedContext, PreparedMeasurement
+from mmrl.protocols.measurement import PreparedContext, PreparedMeasurement, Weights
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Needs, Reference
 from mmrl.protocols.teachers import Taught, TaughtTokens
@@ -46,6 +46,7 @@ class Teacher(Choice):
         "path": "mmrl.measurements.teachers:PathTeacher",
         "server": "mmrl.measurements.teachers:ServerTeacher",
         "view": "mmrl.measurements.teachers:ViewTeacher",
+        "reference": "mmrl.measurements.teachers:ReferenceTeacher",
     }
     test: ClassVar[str] = "tests/whole_runs/test_teachers.py"
 
@@ -202,7 +203,44 @@ class ServerTeacher(Teacher):
         return self.client.top_k(rollouts, sorted_rows(context), teachers.ids(rollouts), count, allowed)
 
 
-class ViewTeacher(Teacher):
+class OwnTeacher(Teacher):
+    """Base class of teachers that are the policy itself, with another prompt or with other weights."""
+
+    @property
+    @abstractmethod
+    def weights_used(self) -> Weights:
+        """Returns which of the policy's weights teach."""
+
+    @abstractmethod
+    def changed(self, rollouts: Rollouts, context: PreparedContext) -> Rollouts:
+        """Returns the rollouts with the prompts that the teacher gets."""
+
+    def logp(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
+        return self._replayed(self.changed(rollouts, context), context, "logp")
+
+    def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
+        """Returns the `count` likeliest tokens at each decision given the teacher's prompt (None: the whole
+        vocabulary), with their log-probabilities; both under the teacher's weights."""
+        from mmrl.protocols.choices import WholeVocabulary, top_k_choices
+
+        policy, changed = context.policy, self.changed(rollouts, context)
+        listed: TeacherChoices
+        if count is None:
+            listed = WholeVocabulary.from_ids(policy.teachers.vocabulary(), rollouts.mask.shape)
+        else:
+            with context.weights(self.weights_used):
+                listed = top_k_choices(changed, context.micro_batches, policy, policy.module, count)
+        changed = replace(changed, extras={**changed.extras, ALTERNATIVES: listed})
+        listed.logp = self._replayed(changed, context, ALTERNATIVES)
+        return listed
+
+    def _replayed(self, changed: Rollouts, context: PreparedContext, name: str) -> Tensor:
+        """Returns the output `name` of a replay of the changed rollouts under the teacher's weights, [rollout, ...]
+        fp32 on the CPU."""
+        return context.replayed(changed, name, self.weights_used).float().cpu()
+
+
+class ViewTeacher(OwnTeacher):
     """The policy itself with a changed prompt, such as one that contains the answer: self-distillation."""
 
     equation: ClassVar[str] = "log pi(y_t | view(x), y_<t), by the weights that sampled or those of the reference"
@@ -218,31 +256,33 @@ class ViewTeacher(Teacher):
         reference = Reference() if self.weights == "reference" else None
         return Needs(offers=frozenset({"views"}), reference=reference)
 
-    def logp(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
-        return self._replayed(context.policy.view(rollouts, self.view.changed), context, "logp")
+    @property
+    def weights_used(self) -> Weights:
+        return self.weights
 
-    def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
-        """Returns the `count` likeliest tokens at each decision given the changed prompt (None: the whole vocabulary),
-        with their log-probabilities under the teacher's weights."""
-        from mmrl.protocols.choices import WholeVocabulary, top_k_choices
+    def changed(self, rollouts: Rollouts, context: PreparedContext) -> Rollouts:
+        changed: Rollouts = context.policy.view(rollouts, self.view.changed)
+        return changed
 
-        policy, changed = context.policy, context.policy.view(rollouts, self.view.changed)
-        listed: TeacherChoices
-        if count is None:
-            listed = WholeVocabulary.from_ids(policy.teachers.vocabulary(), rollouts.mask.shape)
-        else:
-            listed = top_k_choices(changed, context.micro_batches, policy, policy.module, count)
-        changed = replace(changed, extras={**changed.extras, ALTERNATIVES: listed})
-        listed.logp = self._replayed(changed, context, ALTERNATIVES)
-        return listed
 
-    def _replayed(self, changed: Rollouts, context: PreparedContext, name: str) -> Tensor:
-        """Returns the output `name` of a replay of the changed rollouts under the teacher's weights, [rollout, ...]
-        fp32 on the CPU."""
-        from contextlib import nullcontext
+class ReferenceTeacher(OwnTeacher):
+    """The reference policy, which training started from. With estimator=full the divergence from it is the exact KL
+    divergence at each decision, which the term kl estimates from single samples."""
 
-        with context.reference() if self.weights == "reference" else nullcontext():
-            return context.replayed(changed, name).float().cpu()
+    equation: ClassVar[str] = "log pi_ref(y_t | x, y_<t)"
+    source: ClassVar[str] = "GKD, arXiv 2306.13649, with the initial policy as the teacher"
+    type: str = "reference"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(reference=Reference())
+
+    @property
+    def weights_used(self) -> Weights:
+        return "reference"
+
+    def changed(self, rollouts: Rollouts, context: PreparedContext) -> Rollouts:
+        return rollouts
 
 
 class TaggedTeachers(Teacher):

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from mmrl.protocols.offers import Offer
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Prompt, Rollouts, Sample
 
 R_co = TypeVar("R_co", covariant=True)  # a record; for a ReplayedMeasurement any type
+Weights = Literal["sampling", "reference"]  # those that sampled the step's rollouts, or the reference policy's
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,16 @@ class PreparedContext(MeasurementContext):
     """Inputs of a measurement before the updates of a step.
 
     - micro_batches: the rows [n] of the rollouts in each micro-batch
-    - replayed(rollouts, name): a field of `Replay`, such as "logp" or "value", under the policy that sampled; the
-      rollouts may be changed, but not their number
-    - reference(): a context in which the policy has the reference's weights
+    - replayed(rollouts, name, weights): a field of `Replay`, such as "logp" or "value", under the policy with these
+      weights; the rollouts may be changed, but not their number
+    - weights(which): a context in which the policy has these weights
     - modules: networks that are trained beside the policy; checkpoints hold them
     - sum: the sum of a tensor over the ranks, a collective
     """
 
     micro_batches: list[Tensor]
-    replayed: Callable[[Rollouts, str], Tensor]
-    reference: Callable[[], AbstractContextManager[Any]]
+    replayed: Callable[[Rollouts, str, Weights], Tensor]
+    weights: Callable[[Weights], AbstractContextManager[Any]]
     modules: AuxiliaryModules
     sum: Callable[[Tensor], Tensor]
 

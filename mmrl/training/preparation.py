@@ -22,7 +22,7 @@ from mmrl.protocols.auxiliary import AuxiliaryModules
 from mmrl.protocols.batch import Batch
 from mmrl.protocols.checks import check_mask, check_values
 from mmrl.protocols.job import JobConfig
-from mmrl.protocols.measurement import PreparedContext
+from mmrl.protocols.measurement import PreparedContext, Weights
 from mmrl.protocols.parts import Policy, Task
 from mmrl.rollouts import OBJECTIVE, DecisionColumn, Replay, Rollouts, Steps, require
 from mmrl.training.balancing import balance_ranks
@@ -239,10 +239,11 @@ class Preparation:
         of each minibatch. step: number of finished steps."""
         micro_batches = [rows for part in parts for rows in part]
 
-        def replayed(changed: Rollouts, name: str) -> Tensor:
-            """Returns the column `name` of `Replay` for changed rollouts, under the policy that sampled."""
-            with torch.no_grad(), applied(self.sampling_policy):
-                return ReplayColumns(self.policy, self.engine, changed).replay(micro_batches).require(name)
+        def replayed(changed: Rollouts, name: str, weights: Weights) -> Tensor:
+            """Returns the column `name` of `Replay` for changed rollouts, under the policy with these weights."""
+            with torch.no_grad(), self.weights(weights):
+                columns = ReplayColumns(self.policy, self.engine, changed)
+                return columns.replay(micro_batches, reference=weights == "reference").require(name)
 
         context = PreparedContext(
             self.policy,
@@ -253,15 +254,18 @@ class Preparation:
             self.engine.max,
             micro_batches,
             replayed,
-            self.reference_weights,
+            self.weights,
             self.modules,
             self.engine.sum,
         )
         for measurement in self.needs.prepared:
             rollouts.extras[measurement.name] = measurement.measure(rollouts, context)
 
-    def reference_weights(self) -> AbstractContextManager[Any]:
-        """Returns a context in which the policy has the weights of the reference policy."""
+    def weights(self, which: Weights) -> AbstractContextManager[Any]:
+        """Returns a context in which the policy has the weights that sampled the step's rollouts, or those of the
+        reference policy. Raises ValueError if the job has no reference policy."""
+        if which == "sampling":
+            return applied(self.sampling_policy)
         if self.reference is None:
             raise ValueError(
                 "a measurement needs the weights of the reference policy, but its part of the algorithm does not set "

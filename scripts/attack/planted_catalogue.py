@@ -45,7 +45,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "bonus = (batch.local(batch.combined_rewards()).nan_to_num(0.0) - batch.column('reference_reward').nan_to_num(0.0)).clamp(",
      MOMENTUM),
     ("advantage_momentum: the present policy answers", "mmrl/measurements/answers.py",
-     "        with context.reference():\n            seeds", "        if context.reference:\n            seeds",
+     "        with context.weights(\"reference\"):\n", "        with context.weights(\"sampling\"):\n",
      MOMENTUM),
     ("advantage_momentum: it answers with the seeds of rollouts", "mmrl/runtime/seeds.py",
      "SeedSequence([seed, position, 0, REFERENCE])", "SeedSequence([seed, position, 0])", MOMENTUM),

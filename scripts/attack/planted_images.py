@@ -50,8 +50,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      'IMAGE if self.part == "text" else TEXT', PARTS),
     ("of_part: statistics of both parts", "mmrl/terms/losses/of_part.py", "value.where(inside, torch.nan)",
      "value.where(inside, 0.0)", PARTS),
-    ("part_credit: rewards without their weights", "mmrl/terms/shapers/segments.py", "weights=batch.reward_weights[columns]",
-     "weights=None", PARTS),
+    ("part_credit: rewards without their weights", "mmrl/terms/shapers/segments.py", "float(batch.reward_weights[batch.reward_names.index(name)])",
+     "1.0", PARTS),
     # --- sets ---
     ("sets: FID without its covariances", "mmrl/core/distances.py", "+ covariance.trace() + reference_covariance.trace() - 2 * cross", "",
      SETS),

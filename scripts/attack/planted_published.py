@@ -14,6 +14,12 @@ D, RETURNS, TERMS = (
 PREFERENCE = ("joints/test_preference.py",)
 N, FINDINGS = "mmrl/rewards/parsing/negation.py", ("rewards/test_findings.py",)
 DIVERGENCE = ("joints/test_group_divergence.py",)
+SUPPORT = ("joints/test_support.py",)
+SECTION_TESTS = ("joints/test_sections.py",)
+SOURCES = ("tasks/test_sources.py",)
+INVERTED = "tasks/visual_qa/data/columns.py"
+TEACHERS = "mmrl/measurements/teachers.py"
+SECTIONS = "mmrl/measurements/sections.py"
 VIEWS, MEASURED = ("prompts/test_views.py",), ("joints/test_measurements.py",)
 
 # fmt: off
@@ -87,8 +93,24 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("divergence_weight: no bound", "mmrl/core/credit.py", "(filled.mean(0) - filled).clamp(-11, 11)", "(filled.mean(0) - filled)", DIVERGENCE),
     ("divergence_weight: the last block counts", "mmrl/measurements/responses.py", "divergence += divergence_in_group", "divergence = divergence_in_group", DIVERGENCE),
     ("divergence_weight: groups are one", "mmrl/measurements/responses.py", "rollouts.mask, rollouts.group, len(ids)", "rollouts.mask, 0 * rollouts.group, len(ids)", DIVERGENCE),
-    ("divergence_weight: the range of all groups", "mmrl/terms/shapers/groups.py", "scale_within_group(divergence, rollouts.mask, rollouts.group)", "scale_within_group(divergence, rollouts.mask, 0 * rollouts.group)", DIVERGENCE),
-    ("divergence_weight: the range of padding too", "mmrl/terms/shapers/groups.py", "scale_within_group(divergence, rollouts.mask, rollouts.group)", "scale_within_group(divergence, rollouts.mask | True, rollouts.group)", DIVERGENCE),
-    ("divergence_weight: the weight is added", "mmrl/terms/shapers/groups.py", "return advantages * (1 + (self.max_weight - 1) * scaled)", "return advantages + ((self.max_weight - 1) * scaled)", DIVERGENCE),
-    ("divergence_weight: no weight below 1", "mmrl/terms/shapers/groups.py", "(1 + (self.max_weight - 1) * scaled)", "(self.max_weight * scaled)", DIVERGENCE),
+    ("divergence_weight: the range of all groups", "mmrl/measurements/responses.py", "rollouts.mask, rollouts.group)\n        return 1", "rollouts.mask, 0 * rollouts.group)\n        return 1", DIVERGENCE),
+    ("divergence_weight: the range of padding too", "mmrl/measurements/responses.py", "rollouts.mask, rollouts.group)\n        return 1", "rollouts.mask | True, rollouts.group)\n        return 1", DIVERGENCE),
+    ("divergence_weight: no weight below 1", "mmrl/measurements/responses.py", "return 1 + (max_weight - 1) * scaled", "return max_weight * scaled", DIVERGENCE),
+    ("divergence_weight: the weight is added", "mmrl/terms/shapers/groups.py", "return advantages * self.divergence", "return advantages + self.divergence", DIVERGENCE),
+    ("kl: the weights of divergence are 1.4 at most", "mmrl/terms/losses/kl.py", "token_weights(batch, self.max_weight)", "token_weights(batch, 1.4)", DIVERGENCE),
+    ("inversion: the right letters are asked for", INVERTED, "if letter not in right]:", "if letter in right]:", SOURCES),
+    ("inversion: the question stays", INVERTED, "merged[problem] += INVERSION", "pass", SOURCES),
+    ("inversion: every question", INVERTED, "< self.inverted * 2**32", "<= self.inverted * 2**40", SOURCES),
+    ("inversion: held-out questions too", "tasks/visual_qa/settings.py", "return train, FileSource(self.eval, **reading)", "return train, FileSource(self.eval, **reading, inverted=self.inverted)", SOURCES),
+    ("support: tokens are the sampling policy's", TEACHERS, "with context.weights(self.weights_used):", "with context.weights(\"sampling\"):", SUPPORT),
+    ("support: likelihoods are the sampling policy's", TEACHERS, "context.replayed(changed, name, self.weights_used)", "context.replayed(changed, name, \"sampling\")", SUPPORT),
+    ("support: of positive advantages", "mmrl/terms/losses/support.py", "micro.advantages < 0", "micro.advantages > 0", SUPPORT),
+    ("support: it is left", "mmrl/terms/losses/support.py", "values = -self.coefficient.value", "values = self.coefficient.value", SUPPORT),
+    ("support: the likeliest may be out of it", "mmrl/core/regularizers.py", " | (reference >= reference.amax(-1, keepdim=True))", "", SUPPORT),
+    ("support: the bound is not read", "mmrl/core/regularizers.py", "(reference.exp() >= min_probability)", "(reference.exp() >= 0)", SUPPORT),
+    ("sections: the first end anywhere", SECTIONS, "text.find(end, first + len(begin))", "text.find(end)", SECTION_TESTS),
+    ("sections: without their ends", SECTIONS, "len(text) if last < 0 else last + len(end)", "len(text) if last < 0 else last", SECTION_TESTS),
+    ("sections: the sum where there are several", "mmrl/terms/shapers/sections.py", "total / count.clamp(min=1)", "total", SECTION_TESTS),
+    ("sections: nothing elsewhere", "mmrl/terms/shapers/sections.py", ".where(count > 0, advantages)", ".where(count > 0, 0)", SECTION_TESTS),
+    ("sections: the weights of the task", "mmrl/terms/shapers/segments.py", "weights=torch.tensor(list(weights.values()))", "weights=batch.reward_weights[columns]", SECTION_TESTS),
 ]

@@ -256,6 +256,13 @@ class RowsData(RowReading):
         "column of a question's answer options, which are appended to it: a list, a mapping from letters, or a list "
         "written as text",
     )
+    inverted: float = option(
+        0.0,
+        "share of training questions that ask for all options but the right ones; it needs options_field, and a reward "
+        "for several letters, such as several_choices",
+        ge=0,
+        le=1,
+    )
     problem_field: str = option("problem", "column of the question")
     answer_field: str = option("answer", "column of the answer")
     video_field: str = option("videos", "column of the videos")
@@ -264,9 +271,15 @@ class RowsData(RowReading):
         None, "folder of the images and videos, which relative paths start from; default: the file's folder"
     )
 
+    @model_validator(mode="after")
+    def _inversion_has_options(self) -> RowsData:
+        if self.inverted and self.options_field is None:
+            raise ValueError("inverted needs options_field, the column of the questions' options")
+        return self
+
     @property
     def _reading(self) -> dict[str, Any]:
-        """The arguments of `FileSource` and `HuggingFaceSource` that these settings give."""
+        """The arguments of `FileSource` and `HuggingFaceSource` that these settings give for held-out rows."""
         return {
             "image_field": self.image_field,
             "options_field": self.options_field,
@@ -295,7 +308,7 @@ class FilesData(RowsData):
         from mmrl.tasks.visual_qa.data.files import FileSource
 
         reading = self._reading | {"parquet_gib": self.parquet_gib}
-        train = None if self.train is None else FileSource(self.train, **reading)
+        train = None if self.train is None else FileSource(self.train, **reading, inverted=self.inverted)
         return train, FileSource(self.eval, **reading)
 
 
@@ -317,11 +330,13 @@ class HuggingFaceData(RowsData):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
 
-        def split(name: str) -> Source:
+        def split(name: str, inverted: float = 0.0) -> Source:
             """Opens a split of the dataset."""
-            return HuggingFaceSource(self.name, name, options=self.options, stream=self.stream, **self._reading)
+            reading = {**self._reading, "inverted": inverted}
+            return HuggingFaceSource(self.name, name, options=self.options, stream=self.stream, **reading)
 
-        return None if self.train_split is None else split(self.train_split), split(self.eval_split)
+        train = None if self.train_split is None else split(self.train_split, self.inverted)
+        return train, split(self.eval_split)
 
 
 class ConversationRows(RowReading):

@@ -100,6 +100,23 @@ def test_advantages_of_a_real_model(learner, block):
     assert not expected and sum(abs(advantage) > 0.01 for advantage in advantages) > len(advantages) // 2
 
 
+def test_kl_of_a_real_model_has_the_same_weights(learner):
+    """The mean over decisions of -0.5 w KL, the divergence from the policy without text, which is maximized."""
+    kl = "{type: kl, coefficient: 0.5, against: {type: view, view: {type: no_text}, bound: 1e6}, weighting: %s}"
+    plain, micros = prepared(learner, f"{{type: grpo, terms: [{kl % 'null'}]}}", LONG)
+    probe, weighted = prepared(learner, f"{{type: grpo, terms: [{kl % '{type: divergence, max_weight: 1.9}'}]}}", LONG)
+    expected = expected_weights(plain.policy, micros[0], 1.9)
+    for before, after in zip(micros[0], weighted[0], strict=True):
+        weights = torch.cat([torch.tensor(expected.pop(0)) for _ in range(len(before))])
+        denominators = plain.algorithm.denominators(before)
+        divergence = plain.losses(before, denominators)[1]["view_kl"][before.mask]
+        parts, statistics = probe.losses(after, denominators)
+        close(parts["algorithm.terms.0 (kl)"].detach(), -0.5 * (weights * divergence).mean(), atol=1e-4)
+        close(statistics["divergence_kl"][after.mask], divergence, atol=1e-5)
+        assert (weights * divergence - divergence).abs().max() > 0.01
+    assert not expected
+
+
 def test_policies_without_a_vocabulary_are_refused(given):
     with pytest.raises(UserError, match=r"algorithm.shaping.0 \(divergence_weight\) needs .*vision_language"):
         given(Table([[-1.0]] * 2, group=[0, 0], rewards=[0.0, 1.0]), "algorithm.shaping=[divergence_weight]")

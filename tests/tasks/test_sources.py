@@ -16,6 +16,8 @@ from PIL import Image
 
 from mmrl.config import load
 from mmrl.errors import UserError
+from mmrl.rewards.credit import several_choices
+from mmrl.rollouts import Sample
 from mmrl.runtime import jsonl
 from mmrl.tasks import visual_qa
 from mmrl.tasks.visual_qa import parquet, verdicts
@@ -638,3 +640,46 @@ def test_the_keys_of_options_reach_the_files(tmp_path):
     config = load(ROOT / "configs/vlm/visual_qa_geometry3k.yaml", [data, "model.path=x"])
     prompt = config.task.build(0).evaluation[0]
     assert "B. the second's\nC. <image>\n" in prompt.text and red(prompt) == [40, 0, 80]
+
+
+# --- questions that ask for the wrong options ---
+
+PETS = {"problem": "Which of them barks?", "options": ["cat", "dog", "bird"], "answer": 1, "image_1": "one.png"}
+ASKS = "Which of these options are not right answers to the question? Name the letters of all of them."
+
+
+def test_an_inverted_question_has_all_other_options_as_its_answer(tmp_path):
+    prompt = asked(tmp_path, PETS, inverted=1.0)
+    assert prompt.text == f"Which of them barks?\nA. cat\nB. dog\nC. bird\n{ASKS}" and prompt.answer == "A, C"
+    for answers, expected in ((["A", "C"], "B"), ("A, B", "C"), ("C", "A, B")):
+        assert asked(tmp_path, PETS | {"answer": answers}, inverted=1.0).answer == expected
+    credit = several_choices()
+    credits = [credit(Sample(prompt, response=f"<answer>{letters}</answer>")) for letters in ("A", "A, C", "A, B")]
+    assert credits == [0.5, 1.0, 0.0]
+
+
+def test_a_question_whose_options_are_all_right_is_not_inverted(tmp_path):
+    prompt = asked(tmp_path, PETS | {"answer": ["A", "B", "C"]}, inverted=1.0)
+    assert ASKS not in prompt.text and prompt.answer == ["A", "B", "C"]
+
+
+def test_answers_that_are_no_letters_can_not_be_inverted(tmp_path):
+    with pytest.raises(ValueError, match=r"field 'answer' is 'dog', but task.data.inverted needs letters .*A, B, C"):
+        asked(tmp_path, PETS | {"answer": "dog"}, inverted=1.0)
+
+
+def test_a_share_of_the_training_questions_is_inverted_and_no_held_out_one(tmp_path):
+    """400 draws with a chance of a quarter: 100, give or take four standard deviations of 8.7."""
+    rows = [{"problem": f"Question {i}?", "options": ["yes", "no"], "answer": "A", "images": []} for i in range(400)]
+    file = write_jsonl(tmp_path, rows)
+    data = f"task.data={{type: files, train: {file}, eval: {file}, options_field: options, inverted: 0.25}}"
+    task = load(ROOT / "configs/vlm/visual_qa_geometry3k.yaml", [data, "model.path=x"]).task.build(0)
+    inverted = [prompt.answer == "B" for prompt in task.train]
+    assert inverted == [ASKS in prompt.text for prompt in task.train] and 65 < sum(inverted) < 135
+    assert [prompt.answer for prompt in task.evaluation] == ["A"] * 400
+
+
+def test_inversion_needs_options():
+    data = "task.data={type: files, eval: rows.jsonl, inverted: 0.5}"
+    with pytest.raises(UserError, match="inverted needs options_field"):
+        load(ROOT / "configs/vlm/visual_qa_geometry3k.yaml", [data, "model.path=x"])

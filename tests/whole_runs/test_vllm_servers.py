@@ -117,7 +117,7 @@ def test_a_server_gets_each_version_of_an_adapter_and_the_last_one_again_when_it
     assert staleness[0] == 0 and min(staleness[1:]) >= 1 and max(staleness) == 2
     assert found["before"] == found["killed"] and found["generation/restarts"] == 1
     assert len(found["models"]) == 2  # the model itself and one adapter
-    assert "tensors are not as they were sent: base_model" in found["stale"]
+    assert "tensors in it are not as they were sent: base_model" in found["stale"]
 
 
 @vllm_workers.needs_vllm

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
-from mmrl.measurements.responses import ViewLikelihoods, ViewReplay
+from mmrl.measurements.responses import GroupDivergence, ViewLikelihoods, ViewReplay
 from mmrl.prompts.views import MaskedPatches, View
 from mmrl.protocols.requirements import Needs, Reference
 from mmrl.schedules.schedule import Schedule, number
@@ -208,6 +208,7 @@ class KLWeighting(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "difficulty": "mmrl.terms.losses.kl:DifficultyWeighting",
         "covariance": "mmrl.terms.losses.kl:CovarianceWeighting",
+        "divergence": "mmrl.terms.losses.kl:DivergenceWeighting",
     }
     test: ClassVar[str] = "tests/joints/test_more_terms.py"
     metric: ClassVar[str]  # name of the logged divergence, instead of the other policy's `metric`
@@ -273,6 +274,29 @@ class CovarianceWeighting(KLWeighting):
         if not len(ranked):
             return rollouts.mask & False  # no rank has a decision
         return rollouts.mask & (covariance >= ranked[max(1, int(self.share * len(ranked))) - 1])
+
+
+class DivergenceWeighting(KLWeighting):
+    """A larger penalty where the distributions of the group's rollouts differ most, with the weights of the shaper
+    divergence_weight."""
+
+    equation: ClassVar[str] = "w_t = 1 + (max_weight - 1) scaled D_t, as of the shaper divergence_weight"
+    source: ClassVar[str] = "TW-GRPO, arXiv 2505.24718, whose weights multiply the whole loss of a token"
+    test: ClassVar[str] = "tests/joints/test_group_divergence.py"
+    metric: ClassVar[str] = "divergence_kl"
+    type: str = "divergence"
+    max_weight: float = option(1.4, "weight at the position of the largest divergence", ge=1)
+    block: int = option(
+        32768, "tokens of the vocabulary whose log-probabilities are stored at once", unit="tokens", ge=1
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(measurements=(GroupDivergence(self.block),))
+
+    def weights(self, batch: Batch) -> Tensor:
+        """Returns weights from 1 to `max_weight`, [rollout, decision]."""
+        return GroupDivergence(self.block).token_weights(batch, self.max_weight)
 
 
 # --- the term ---

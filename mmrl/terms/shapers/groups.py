@@ -99,7 +99,7 @@ class DivergenceWeight(Shaper):
     distributions of the group's rollouts differ most, and 1 where they differ least.
 
     TW-GRPO clips asymmetrically and averages over tokens: algorithm.surrogate={type: clip, low: 0.2, high: 0.28},
-    algorithm.reduce=token_mean. It also weights the KL term, which this does not.
+    algorithm.reduce=token_mean. It also weights the KL term: algorithm.terms=[{type: kl, weighting: divergence}].
     """
 
     equation: ClassVar[str] = (
@@ -121,16 +121,16 @@ class DivergenceWeight(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return Needs(measurements=(GroupDivergence(self.block),))
+        return Needs(measurements=(self.divergence,))
+
+    @property
+    def divergence(self) -> GroupDivergence:
+        return GroupDivergence(self.block)
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         """Returns the advantages times 1 to `max_weight`, by the divergence within the group at the position; [rollout,
         decision]."""
-        from mmrl.core.credit import scale_within_group
-
-        rollouts, divergence = batch.rollouts, batch.measured(GroupDivergence(self.block)).values
-        scaled = scale_within_group(divergence, rollouts.mask, rollouts.group)
-        return advantages * (1 + (self.max_weight - 1) * scaled).to(advantages)
+        return advantages * self.divergence.token_weights(batch, self.max_weight).to(advantages)
 
 
 class LongWrong(Shaper):

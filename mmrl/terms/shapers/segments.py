@@ -10,6 +10,8 @@ from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from mmrl.protocols.batch import Batch
@@ -89,18 +91,27 @@ class PartCredit(Shaper):
 
     def _part_advantages(self, names: list[str], advantages: Tensor, batch: Batch) -> Tensor:
         """Computes advantages from only the rewards `names`, [rollout, decision]; with none, returns `advantages`."""
-        from mmrl.core.advantages import group_advantages
-
         if not names:
             return advantages
-        columns = [batch.reward_names.index(name) for name in names]
-        part, _ = group_advantages(
-            batch.column("rewards")[:, columns],
-            batch.column("group"),
-            weights=batch.reward_weights[columns],
-            scale=self.scale,
-        )
-        return batch.local(part)[:, None].expand(advantages.shape).to(advantages)
+        weights = {name: float(batch.reward_weights[batch.reward_names.index(name)]) for name in names}
+        return advantages_of_rewards(weights, batch, self.scale).expand(advantages.shape).to(advantages)
+
+
+def advantages_of_rewards(weights: Mapping[str, float], batch: Batch, scale: Literal["group_std", "none"]) -> Tensor:
+    """Computes group advantages from the weighted sum of some rewards only, of this rank's rollouts, [rollout, 1].
+    weights: by reward name."""
+    import torch
+
+    from mmrl.core.advantages import group_advantages
+
+    columns = [batch.reward_names.index(name) for name in weights]
+    part, _ = group_advantages(
+        batch.column("rewards")[:, columns],
+        batch.column("group"),
+        weights=torch.tensor(list(weights.values())),
+        scale=scale,
+    )
+    return batch.local(part)[:, None]
 
 
 class SharedPrefix(Shaper):

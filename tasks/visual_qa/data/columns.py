@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import string
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from mmrl.runtime.jsonl import RowError
 
 NUMBERED = re.compile(r"<image (\d+)>")
+INVERSION = "\nWhich of these options are not right answers to the question? Name the letters of all of them."
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,17 @@ class Columns:
     options: the column of answer options: a list, a mapping from letters, or a list written as text. Options are
     appended to the question as lines "A. ...". If the answer is a number, it is the index of an option, from 0.
 
+    inverted: the share of questions that ask for all options but the right ones (question-answer inversion of TW-GRPO,
+    arXiv 2505.24718); the text of a question decides whether it is one of them. A question whose options are all right
+    is never inverted.
+
     images: columns of one image each. `<image 2>` in the question or the options marks the place of the second column's
     image. Images without such a marker come first; empty columns are skipped.
     """
 
     options: str | None = None
     images: tuple[str, ...] = ()
+    inverted: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,6 +52,8 @@ class Columns:
             merged[problem] = "\n".join((str(row.get(problem) or ""), *lines))
             if isinstance(row.get(answer), int) and not isinstance(row[answer], bool):
                 merged[answer] = self._letter(row[answer], list(options), answer)
+            if zlib.crc32(merged[problem].encode()) < self.inverted * 2**32:
+                self._invert(merged, list(options), problem, answer)
         if self.images:
             merged[problem], merged[images] = self._place_images(row, str(merged.get(problem) or ""))
         return merged
@@ -70,6 +79,20 @@ class Columns:
                 f"field {self.options!r} must be a list of at most 26 options, or a mapping from letters, not {actual}"
             )
         return {letter: str(text) for letter, text in zip(string.ascii_uppercase, options, strict=False)}
+
+    def _invert(self, merged: dict[str, Any], letters: list[str], problem: str, answer: str) -> None:
+        """Makes the question of a row ask for all wrong options. Raises RowError if the answer is not one or several of
+        the `letters`."""
+        gold = merged.get(answer)
+        right = gold if isinstance(gold, list) else re.split(r"[,;\s]+", str(gold).strip())
+        if not right or any(letter not in letters for letter in right):
+            raise RowError(
+                f"field {answer!r} is {gold!r}, but task.data.inverted needs letters of the options "
+                f"({', '.join(letters)}) or the number of one"
+            )
+        if wrong := [letter for letter in letters if letter not in right]:
+            merged[problem] += INVERSION
+            merged[answer] = ", ".join(wrong)
 
     def _letter(self, index: int, letters: list[str], answer: str) -> str:
         """Returns the letter of the option `index`, which is the answer. answer: the field of the answer, for the

@@ -41,6 +41,7 @@ class FileSource(RowSource):
         answer_field: str = "answer",
         video_field: str = "videos",
         options_field: str | None = None,
+        inverted: float = 0.0,
         max_frames: int = MAX_FRAMES,
         image_root: str | Path | None = None,
         max_pixels: int = MAX_PIXELS,
@@ -53,7 +54,7 @@ class FileSource(RowSource):
         root = path.parent if image_root is None else Path(image_root)
         image_files = ImageFiles(root, max_pixels)
         fields = Fields.from_columns(
-            image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames
+            image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames, inverted
         )
         rows = file_rows(path, parquet_gib)
         super().__init__(

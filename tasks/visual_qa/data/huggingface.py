@@ -41,6 +41,7 @@ class HuggingFaceSource(RowSource):
         answer_field: str = "answer",
         video_field: str = "videos",
         options_field: str | None = None,
+        inverted: float = 0.0,
         max_frames: int = MAX_FRAMES,
         image_root: str | Path | None = None,
         max_pixels: int = MAX_PIXELS,
@@ -54,7 +55,7 @@ class HuggingFaceSource(RowSource):
         image_files = ImageFiles(root, max_pixels)
         rows, title = split_rows(name, split, options or {}, stream), f"{name} ({split})"
         fields = Fields.from_columns(
-            image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames
+            image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames, inverted
         )
         super().__init__(
             rows,

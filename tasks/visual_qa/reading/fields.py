@@ -81,12 +81,14 @@ class Fields:
         options: str | None,
         image_files: ImageFiles,
         max_frames: int,
+        inverted: float = 0.0,
     ) -> Fields:
         """Creates the fields from the names of columns. images: the column with all images of a row, or several columns
-        with one image each; options: the column with the answer options of a question."""
+        with one image each; options: the column with the answer options of a question; inverted: as in `Columns`."""
         single_columns = () if isinstance(images, str) else tuple(images)
         image_column = images if isinstance(images, str) else IMAGES
-        return cls(image_column, problem, answer, videos, image_files, max_frames, Columns(options, single_columns))
+        columns = Columns(options, single_columns, inverted)
+        return cls(image_column, problem, answer, videos, image_files, max_frames, columns)
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt:
         """Returns the prompt of a row, with images decoded to RGB. Fields of the row without a role go to metadata.
