@@ -142,3 +142,16 @@ def test_what_a_part_knows_it_keeps_and_the_rest_is_unknown():
     assert found.prompt.tolist() == [-1] and found.filler.tolist() == [False] and found.rewards is None
     assert found.extras["a"].values.tolist() == [7.0] and found.extras["b"].values.isnan().tolist() == [True]
     assert found.extras["c"].values.tolist() == [[0.0]]
+
+
+def test_padding_is_no_shared_decision():
+    parts = [batch([1, 2]), batch([2, 1], first=2)]
+    parts[1].nodes = torch.tensor([[0, 21, 22], [0, 31, 32]])
+    assert Rollouts.concat(parts).nodes.tolist() == [[0, 1, -1], [10, 11, -1], [0, 21, 22], [0, 31, 32]]
+
+
+def test_all_decisions_of_a_step_have_its_value():
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    by_decision = Steps(mask, values, values, mask, values).by_decision(values, 6)
+    assert by_decision.tolist() == [[1, 1, 1, 2, 2, 2], [3, 3, 3, 4, 4, 4]]

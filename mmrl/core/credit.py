@@ -7,6 +7,7 @@ decisions.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -165,13 +166,17 @@ def mean_per_moment(values: Tensor, number: Tensor, mask: Tensor, num_moments: i
     return total / zeros.scatter_add(1, number, mask.to(values)).clamp(min=1)
 
 
-def leave_one_out_returns(rewards: Tensor, mask: Tensor, group: Tensor, gamma: float) -> Tensor:
+def leave_one_out_returns(
+    rewards: Tensor, mask: Tensor, group: Tensor, gamma: float, *, baseline: Literal["others", "released"] = "others"
+) -> Tensor:
     """Computes discounted returns of per-decision rewards, minus a leave-one-out baseline (PRIME, arXiv 2502.01456,
     section 3).
 
     rewards, mask: [rollout, decision]; group: [rollout]; all rollouts of a group must be on one rank. Returns [rollout,
-    decision]: sum_{u >= t} gamma^(u - t) (r_u - b), where b is the mean over the group's other rollouts of their mean
-    reward per decision. It is 0 outside the mask, and for a rollout without others.
+    decision]: sum_{u >= t} gamma^(u - t) (r_u - b), where b is the mean over the group's n - 1 other rollouts of their
+    mean reward per decision. It is 0 outside the mask, and for a rollout without others. baseline="released":
+    n / (n - 1) (r_u - the mean of the group's n means) in place of r_u - b, as in PRIME's code; both are equal where
+    all decisions of a rollout have the same reward.
     """
     masked_rewards = rewards.where(mask, 0)
     means = masked_rewards.sum(1) / mask.sum(1).clamp(min=1)
@@ -179,8 +184,12 @@ def leave_one_out_returns(rewards: Tensor, mask: Tensor, group: Tensor, gamma: f
     for g in group.unique():
         rows = ((group == g) & mask.any(1)).nonzero().flatten()
         if len(rows) > 1:
-            baseline = (means[rows].sum() - means[rows]) / (len(rows) - 1)
-            differences[rows] = masked_rewards[rows] - baseline[:, None]
+            num_others = len(rows) - 1
+            if baseline == "released":
+                differences[rows] = (masked_rewards[rows] - means[rows].mean()) * len(rows) / num_others
+            else:
+                others = (means[rows].sum() - means[rows]) / num_others
+                differences[rows] = masked_rewards[rows] - others[:, None]
     return discounted_returns(differences.where(mask, 0), gamma).where(mask, 0)
 
 

@@ -121,6 +121,16 @@ def test_normalise_each_divides_every_component_by_its_own_std(given):
     close(advantages(given, table, *names, "algorithm.components=normalise_each"), expected, atol=5e-6)
 
 
+def test_a_group_without_a_signal_stays_without_one_where_the_batch_is_centred(given):
+    # Less the medians: 0, 0, 3 and 0, 0, 0, around 0.5 with squares 7.5 over 5. The second group is not moved by 0.5.
+    table, *names = several(
+        [[0.0, 1.0], [0.0, 1.0], [3.0, 1.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0]], [1, 1], [0] * 3 + [1] * 3
+    )
+    options = ["algorithm.components=normalise_each", "algorithm.baseline=quantile"]
+    expected = [a / math.sqrt(1.5) for a in (-0.5, -0.5, 2.5, 0, 0, 0)]
+    close(advantages(given, table, *names, *UNSCALED, *options), expected, atol=5e-6)
+
+
 def test_components_gated(given):
     # The gate is the second of the three: (2 x 1 + 1 x 3) x 1 = 5, and 0 where it is closed, whatever stands there.
     rewards = [[2.0, 1.0, 3.0], [4.0, 0.0, math.nan]]

@@ -49,6 +49,14 @@ def test_the_best_reward_of_a_token(given):
     close(filtered(given, mask, table)[1].advantages[:, 0], [0.5, 0.0, -0.5])
 
 
+@pytest.mark.parametrize("highest", [True, False])
+def test_what_is_unknown_comes_last_of_a_group(given, highest):
+    """The first response has no accuracy: of three the two others are kept, whichever end is."""
+    table = Table([[-1.0]] * 3, rewards=[9.0, 1.0, 2.0], accuracy=[float("nan"), 0.2, 0.8])
+    mask = f"{{type: best_of_group, count: 2, by: accuracy, highest: {str(highest).lower()}}}"
+    close(filtered(given, mask, table)[1].advantages[:, 0], [0.0, -0.5, 0.5])
+
+
 def test_filters_are_of_each_group_and_of_a_fact(given):
     table = Table(
         [[-1.0]] * 4,

@@ -1,12 +1,14 @@
 """Views that take away what can be seen: pixel by pixel, on images whose every pixel is another."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.prompts.counterfactual_views import Blank, HiddenRegions, Mirrored, ShuffledFrames, ShuffledPatches
-from mmrl.rollouts import Prompt, Video
+from mmrl.rollouts import Message, Prompt, Video
 
 
 def image(width=6, height=4):
@@ -38,6 +40,18 @@ def test_hidden_regions():
     expected[3, 5] = 0
     assert (np.array(changed.images[0]) == expected).all()
     assert (np.array(changed.images[1]) == np.array(image(5, 3))).all()
+
+
+def test_the_region_is_hidden_in_a_conversation_too():
+    """The first image of the messages is hidden, and the same image among the prompt's own; the second is not."""
+    first, second = image(), image(5, 3)
+    messages = (Message("system", ("Look.",)), Message("user", ("Where is ", first, "? And ", second)))
+    own = Prompt("7", "", messages=messages, metadata={"boxes": [[0, 0, 6, 4]]})
+    changed = HiddenRegions().change(own)
+    shown = [np.array(each) for each in changed.seen_images]
+    assert (shown[0] == 0).all() and (shown[1] == np.array(image(5, 3))).all()
+    same = HiddenRegions().change(replace(own, images=(first,)))
+    assert (np.array(same.images[0]) == 0).all()
 
 
 def test_the_prompt_itself_keeps_its_image():

@@ -58,6 +58,19 @@ def test_advantages_by_hand():
     close(leave_one_out_returns(rewards, mask, group, 0.5)[0], [-0.375, -1.75, -0.5])
 
 
+def test_returns_and_loss_of_the_public_file():
+    """PRIME-RL/PRIME at 18ad596f, compute_rloo_returns of rm_scores alone with n_samples 3 and reward_model_gamma 0.9,
+    and compute_ce_dpo_loss_rm with outcomes 1, 0, 1 and beta 0.05, executed."""
+    rewards = torch.tensor([[0.3, -0.2, 0.5, 0.1], [-0.4, 0.6, 0, 0], [0.2, -0.1, -0.3, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
+    returns = leave_one_out_returns(rewards, mask, torch.zeros(3), 0.9, baseline="released")
+    close(returns[0], [0.53862071, 0.21420825, 0.68708330, 0.04583332])
+    close(returns[1], [0.01208329, 0.79583335, 0, 0])
+    close(returns[2], [-0.48179168, -0.75291669, -0.55416667, 0])
+    loss = outcome_loss(0.05 * rewards.sum(1), torch.tensor([1.0, 0.0, 1.0])) / 3
+    close(loss, 0.6907, atol=5e-5)
+
+
 def test_the_loss_and_the_sign_of_its_gradient_by_hand():
     """log(1 + e^-1) for the right one, log(1 + e^2) for the wrong one; sigmoid less the outcome; nothing of NaN."""
     logits = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
@@ -137,6 +150,23 @@ def test_rewards_are_log_ratios_and_go_into_the_advantages(tmp_path):
     close(rollouts.advantages.where(rollouts.mask, 0), expected.where(rollouts.mask, 0), atol=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in policy.module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
+    release(trainer)
+
+
+def test_advantages_as_the_released_code_has_them(tmp_path):
+    """n / (n - 1) times the distance from the mean of the group's means, of rewards over their largest return."""
+    trainer, rollouts, _, _ = stepped(tmp_path, prime(", outcome: 0, baseline: released, normalise: true"))
+    earned = column(rollouts)
+    largest = max(abs(float(row[t:].sum())) for row in earned for t in range(len(row)))
+    expected = torch.zeros_like(earned)
+    for g in rollouts.group.unique():
+        rows = (rollouts.group == g).nonzero().flatten().tolist()
+        mean = sum(float(earned[r].sum() / rollouts.mask[r].sum()) for r in rows) / len(rows)
+        for r in rows:
+            distances = ((earned[r] - mean) * len(rows) / (len(rows) - 1) / largest).where(rollouts.mask[r], 0)
+            expected[r] = distances.flip(0).cumsum(0).flip(0).where(rollouts.mask[r], 0)
+    assert largest > 1.5 and expected.abs().max() > 0.1
+    close(rollouts.advantages.where(rollouts.mask, 0), expected, atol=1e-4)
     release(trainer)
 
 

@@ -23,6 +23,7 @@ class Quantile(Baseline):
     equation: ClassVar[str] = "A = r - quantile_q(r_1 .. r_G), with linear interpolation"
     source: ClassVar[str] = "robust statistics; as a group baseline mmrl's own variant"
     test: ClassVar[str] = "tests/joints/test_baselines.py"
+    zero_if_equal: ClassVar[bool] = True
     type: str = "quantile"
     q: float = option(0.5, "fraction of the group below it; 0.5 is the median", ge=0, le=1)
 

@@ -20,7 +20,8 @@ class ImplicitProcess(Shaper):
 
     A copy of the policy is trained, on the policy's rollouts, to predict the outcome from the sum of its log-ratios to
     the reference policy. The log-ratio at a token is the token's process reward. With algorithm.baseline=leave_one_out
-    and algorithm.scale=none this is PRIME's advantage.
+    and algorithm.scale=none this is PRIME's advantage. Its released code has in addition: baseline: released,
+    normalise: true, updates: after, and a second shaper, whitening.
     """
 
     equation: ClassVar[str] = (
@@ -28,7 +29,7 @@ class ImplicitProcess(Shaper):
         "sigmoid(sum_t r_t), o the outcome; A_t = outcome A + weight sum_{u >= t} gamma^(u - t) (r_u - b), b the mean "
         "over the other rollouts of the group of their mean r"
     )
-    source: ClassVar[str] = "PRIME, arXiv 2502.01456; Implicit PRM, arXiv 2412.01981"
+    source: ClassVar[str] = "PRIME, arXiv 2502.01456, and PRIME-RL/PRIME at 18ad596f; Implicit PRM, arXiv 2412.01981"
     test: ClassVar[str] = "tests/whole_runs/test_implicit_process.py"
     type: str = "implicit_process"
     label: str = option("accuracy", "outcome, 0 or 1, that the copy is trained on: accuracy or reward/NAME")
@@ -37,6 +38,14 @@ class ImplicitProcess(Shaper):
     gamma: float = option(1.0, "discount per decision", ge=0, le=1)
     weight: float = option(1.0, "weight of the process advantages", ge=0)
     outcome: float = option(1.0, "weight of the algorithm's own advantage of the rollout", ge=0)
+    baseline: Literal["others", "released"] = option(
+        "others",
+        "others: the mean reward of the group's G - 1 other rollouts; released: as in PRIME's code, G / (G - 1) (r_u - "
+        "the group's mean)",
+    )
+    normalise: bool = option(
+        False, "divide the process rewards by the largest absolute sum of rewards from any decision on, over the batch"
+    )
     updates: Literal["before", "after"] = option(
         "before",
         "before: train the copy on a step's rollouts, then score them (one more forward pass); after: score first",
@@ -59,8 +68,17 @@ class ImplicitProcess(Shaper):
         scored = batch.rollout_mask & batch.local(batch.combined_rewards()).isfinite()
         mask = batch.rollouts.mask & scored[:, None]
         self._report(rewards, batch)
-        process = leave_one_out_returns(rewards, mask, batch.rollouts.group, self.gamma)
+        if self.normalise:
+            rewards = rewards / self._largest_return(rewards, batch)
+        process = leave_one_out_returns(rewards, mask, batch.rollouts.group, self.gamma, baseline=self.baseline)
         return self.outcome * advantages + self.weight * process.to(advantages)
+
+    def _largest_return(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Returns the largest absolute sum of a rollout's rewards from a decision on, of all ranks, plus 1e-6; 0-d."""
+        from mmrl.core.turns import discounted_returns
+
+        largest = discounted_returns(rewards, 1.0).abs().amax(1)
+        return batch.gather(largest).max() + 1e-6
 
     def _report(self, rewards: Tensor, batch: Batch) -> None:
         """Logs the copy's cross-entropy and its accuracy in predicting the outcome, for the rewards [rollout,
