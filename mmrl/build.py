@@ -36,6 +36,8 @@ from mmrl.protocols.teachers import Taught
 from mmrl.settings import SettingsError, locate, sections_in
 from mmrl.tasks.settings import TaskSettings
 
+CHECKED_PROMPTS = 8  # training prompts, evenly spread, whose metadata are compared with the needed columns
+
 
 def build_task(config: Config) -> Task:
     """Builds the task. Checks that it fits the algorithm: names of rewards, rewards of turns, columns that parts read,
@@ -54,9 +56,10 @@ def build_task(config: Config) -> Task:
         check_turns(config, task)
         columns = [(key, column) for key, needs in config.algorithm.parts() for column in needs.columns]
         if columns and task.train is not None:
-            metadata = task.train[0].metadata
-            for key, column in columns:
-                check_column(key, column, task.reward_names, metadata, paired=config.rollout.paired)
+            for row in range(0, len(task.train), max(1, len(task.train) // CHECKED_PROMPTS)):
+                metadata = task.train[row].metadata
+                for key, column in columns:
+                    check_column(key, column, task.reward_names, metadata, paired=config.rollout.paired)
         check_measurements(config, task)
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.algorithms.algorithm import Reduction
+from mmrl.algorithms.algorithm import ONE_UPDATE, REMEDY, Reduction, has_ratios_of_one
 from mmrl.algorithms.ratio import RatioAlgorithm
 from mmrl.algorithms.trace_decay import ConstantDecay, TraceDecay
 from mmrl.collection.settings import CollectionSettings, Independent
@@ -16,7 +16,7 @@ from mmrl.settings import option
 from mmrl.terms.reward_kl import RewardKL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -83,6 +83,12 @@ class PPO(RatioAlgorithm):
         "episodes",
         "unit of minibatches: whole episodes, or single steps (engine.micro_batch then counts steps)",
     )
+
+    def remarks(self, config: JobConfig) -> Iterable[str]:
+        """Yields warnings about settings, also about a value_clip that cannot bind."""
+        yield from super().remarks(config)
+        if self.value_clip is not None and has_ratios_of_one(self, config):
+            yield f"algorithm.value_clip {ONE_UPDATE}: the critic's values are still the old ones; {REMEDY}"
 
     @property
     def base_needs(self) -> Needs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.errors import UserError
 from mmrl.protocols.abilities import DecisionTexts
 from mmrl.protocols.measurement import CollectedContext, CollectedMeasurement
 
@@ -28,20 +27,14 @@ class SectionMembers(CollectedMeasurement["DecisionColumn"]):
         return f"section {self.begin!r} to {self.end!r}"
 
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> DecisionColumn:
-        """Returns the decisions of each response that are in the section. Raises UserError for conversations."""
+        """Returns the decisions of each response that are in the section."""
         import torch
 
         from mmrl.core.turns import character_shares
         from mmrl.rollouts import DecisionColumn
 
         members = torch.zeros(rollouts.mask.shape, dtype=torch.bool)
-        pieces_of_rollouts = context.policy.decision_texts(rollouts)
-        for row, (sample, pieces) in enumerate(zip(rollouts.samples, pieces_of_rollouts, strict=True)):
-            if sample.conversation is not None:
-                raise UserError(
-                    "algorithm.shaping: section_credit works for single responses only, and this task's are "
-                    "conversations; use turn_returns or a reward that returns spans of turns"
-                )
+        for row, pieces in enumerate(context.policy.decision_texts(rollouts)):
             bounds = section_bounds("".join(pieces), self.begin, self.end)
             if bounds is not None:
                 members[row, character_shares(pieces, [bounds])[0].long()] = True

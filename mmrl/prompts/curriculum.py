@@ -247,12 +247,13 @@ class Volatility(SuccessTrackingSampler):
         return [int(ranked[i % self._size]) for i in range(count)]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Updates each prompt's average success and average std of rewards, and counts its visits."""
+        """Updates each prompt's average success. Updates its average std of rewards and counts a visit if at least two
+        rollouts were scored."""
         super().observe(outcomes)
         for outcome in outcomes:
             scored = [reward for reward in outcome.rewards if math.isfinite(reward)]
-            self._visits[outcome.prompt] = self._visits.get(outcome.prompt, 0) + 1
-            if scored:
+            if len(scored) > 1:  # fewer rewards say nothing about their spread
+                self._visits[outcome.prompt] = self._visits.get(outcome.prompt, 0) + 1
                 mean = sum(scored) / len(scored)
                 std = math.sqrt(sum((r - mean) ** 2 for r in scored) / len(scored))
                 previous = self._spread.get(outcome.prompt, std)

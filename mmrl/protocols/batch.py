@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.advantages import combined_reward
+from mmrl.errors import UserError
 from mmrl.protocols.auxiliary import AuxiliaryModules
 from mmrl.protocols.measurement import Measurement
 from mmrl.rollouts import FRESH, Record, Rollouts, Turn, pad_to_longest
@@ -66,7 +67,7 @@ class Batch:
         - `group/<name>`: the mean of a column over the scored rollouts of the group
         - a key of the prompts' metadata: numbers unchanged, other values as their index among all values, sorted
 
-        Raises KeyError for any other name.
+        Raises UserError for any other name.
         """
         if name.startswith("group/"):
             return self._group_mean(self.column(name.removeprefix("group/")))
@@ -149,9 +150,11 @@ class Batch:
         local = [value if value is None or isinstance(value, int | float) else str(value) for value in raw]
         values = self.gather_list(local)
         if any(value is None for value in values):
-            raise KeyError(
-                f"{name} is not a column of rollouts ({', '.join(COLUMNS)}), and not all prompts have it in their "
-                "metadata; name a column, or add the key to every row"
+            ids = self.gather_list([sample.prompt.id for sample in self.rollouts.samples])
+            without = next(i for i, value in zip(ids, values, strict=True) if value is None)
+            raise UserError(
+                f"{name} is not a column of rollouts ({', '.join(COLUMNS)}), and prompt {without!r} does not have it "
+                "in its metadata; name a column, or add the key to every row"
             )
         if all(isinstance(value, int | float) for value in values):
             return torch.tensor([float(value) for value in values])

@@ -33,7 +33,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("order: rounds without replays are not completed", C + "dynamic_sampling.py",
      "[with_old_logp(part) for part in self.parts] if recorded else self.parts", "self.parts", ORDER),
     ("order: an unjudged group has failed", C + "extra_sources.py", "if len(known) and not bool(", "if not bool(", ORDER),
-    ("order: a group without two scores is flat", "mmrl/prompts/curriculum.py", "if len(scored) > 1:", "if True:", ORDER),
+    ("order: a group without two scores is flat", "mmrl/prompts/curriculum.py", "if len(scored) > 1:  # a single", "if True:  # a single", ORDER),
     ("order: a lone score has a gap", "mmrl/prompts/mixture.py", "if len(scored) > 1:", "if scored:", ORDER),
     ("order: flat groups of momentum are dropped", "mmrl/collection/collector.py", "if any(shaper.learns_from_equal_rewards for shaper in algorithm.shapers):",
      "if False:", ORDER),

@@ -55,8 +55,8 @@ def test_the_best_of_several_seeds_is_kept(folder):
 
 
 def test_what_can_not_be_scored_is_not_kept(tmp_path):
-    """By weights of several rewards: 1 x first - 2 x second."""
-    rewards = [[1.0, 0.0], [3.0, 2.0], [math.nan, 0.0]]
+    """By weights of several rewards: 1 x first - 2 x second, so -1 is the best that is known."""
+    rewards = [[-1.0, 0.0], [3.0, 2.5], [math.nan, 0.0]]
     made = job(tmp_path, Table([[-1.0]] * 3, rewards=rewards), "task.names=[a, b]", "task.weights=[1, -2]")
     task, policy = made.trainer.task, made.trainer.policy
     policy.respond = lambda prompts, seeds: [made.table.sample(row, prompts[0]) for row in range(3)]

@@ -1,5 +1,6 @@
 """Facts of rollouts: those of turns, and what is refused because no rollout of the job has it."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -104,6 +105,17 @@ def test_facts_that_nobody_fills_in_are_refused_by_name(given, option, message):
 def test_facts_of_turns_need_turns():
     with pytest.raises(UserError, match=r"stratified\) needs turns of a conversation \(task.environment\)"):
         load("visual_qa_digits", ["algorithm.shaping=[{type: stratified, by: tool_calls}]"])
+
+
+def test_a_key_that_some_rows_lack_is_named_before_the_start(tmp_path):
+    """The first row has a level, the second has none; held-out rows are not looked at."""
+    rows = [{"problem": "?", "answer": "1", "images": []} | ({} if i % 2 else {"level": i}) for i in range(4)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"task.data={{type: files, train: {file}, eval: {file}}}"
+    options = [f"run_dir={tmp_path}", data, "algorithm.scale={type: bucket_std, by: level}"]
+    with pytest.raises(UserError, match="reads level, which is not a column of rollouts"):
+        build_task(load("visual_qa_digits", options))
 
 
 def test_metadata_of_the_task_s_own_prompts_is_known(tmp_path):

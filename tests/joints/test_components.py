@@ -73,6 +73,14 @@ def test_a_gate_is_open_for_prompts_that_it_is_not_for(given, more, second):
     close(made.prepare(made.next()).advantages[:, 0], [0.0, 0.0, *second])
 
 
+def test_a_gate_of_turns_is_open_for_prompts_that_it_is_not_for(given):
+    """The gate's reward is 1 at level 1, so that the turns of these prompts keep what they earned."""
+    table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], metadata=[{"level": 0}] * 2 + [{"level": 1}] * 2)
+    shaping = "algorithm.shaping=[{type: turn_returns, gate: gate, answer: gate}]"
+    made = given(table, f"task.rewards=[{FOR_ONE % ''}]", shaping)
+    assert made.next().rewards[:, 0].tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
 def test_a_reward_that_is_no_gate_gives_nothing_elsewhere(given):
     table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], metadata=[{"level": 0}] * 2 + [{"level": 1}] * 2)
     made = given(table, f"task.rewards=[{FOR_ONE % ''}]", "algorithm.scale=none", "algorithm.baseline=none")

@@ -99,6 +99,14 @@ MOVES = [
 ]
 
 
+@pytest.mark.parametrize(("options", "count"), [([], 1), (["algorithm.epochs=2"], 0)])
+def test_a_clip_of_values_that_have_not_moved_is_told(given, options, count):
+    table = Table(LOGP, **TABLE, value=[[0.1] * len(row) for row in LOGP])
+    made = given(table, *JOB[:1], "rollout.group_size=1", "algorithm={type: ppo, value_clip: 0.2}", *options)
+    told = [text for text in alarms(made) if text.startswith("algorithm.value_clip with one update per step")]
+    assert len(told) == count
+
+
 @pytest.mark.parametrize(("option", "count"), TOLD)
 def test_a_part_that_is_chosen_and_does_nothing_is_told(given, option, count):
     assert len(alarms(started(given, option))) == count

@@ -1,5 +1,7 @@
 """What a part of one's own gives back is checked, and blamed in one line on its own key."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from mmrl.prompts.views import View
 from mmrl.samplers.settings import FlowSDE
 from mmrl.samplers.transitions import Coefficients
 from mmrl.terms.term import Mask, Shaper, Term
-from tests.joints.parts import Table
+from tests.joints.parts import Table, close
 
 HERE = "tests.joints.test_part_checks"
 
@@ -147,3 +149,29 @@ def test_a_transition_that_gives_something_else_is_named(transition, message):
     assert len(FlowSDE().step(sigma, sigma - 0.1, torch.tensor(0.9)).std) == 3
     with pytest.raises(UserError, match=message):
         transition.step(sigma, sigma - 0.1, torch.tensor(0.9))
+
+
+# --- rollouts that shapers do not change ---
+
+
+class Generous(Shaper):
+    """A shaper that gives every decision something."""
+
+    def shape(self, advantages, batch):
+        return advantages + 5.0
+
+
+def test_shapers_change_neither_unscored_rollouts_nor_fillers(given):
+    """Rewards 2 and 0 around 1; the third was not scored, the fourth fills up the batch."""
+    table = Table([[-1.0]] * 4, rewards=[2.0, 0.0, math.nan, 1.0])
+    made = given(
+        table,
+        "rollout.prompts=1",
+        "rollout.group_size=4",
+        "algorithm.scale=none",
+        f"algorithm.shaping=[{{type: '{HERE}:Generous'}}]",
+    )
+    rollouts = made.next()
+    rollouts.filler = torch.tensor([False, False, False, True])
+    advantages = made.prepare(rollouts).advantages[:, 0]
+    close(advantages, [6.0, 4.0, 0.0, 0.0])

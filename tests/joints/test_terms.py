@@ -255,6 +255,15 @@ def test_token_baseline_weighs_by_all_tokens_so_far(given):
     close(rollouts.advantages, [[2 / 3, 2 / 2.75], [-1 / 3, -0.75 / 2.75]])
 
 
+def test_an_unscored_rollout_is_in_no_token_baseline(given):
+    # Weights 0.5 and 1 of rewards 1 and 0: the baseline is 1/3. With a reward of 0 the third would make it 0.5 / 2.5.
+    half, quarter = math.log(0.5), math.log(0.25)
+    table = Table([[half], [quarter], [quarter]], rewards=[1.0, 0.0, math.nan], square_sum=[[0.5]] * 3)
+    options = ["algorithm.baseline=none", "rollout.group_size=3"]
+    _, rollouts = shaped(given, table, "token_baseline", *options)
+    close(rollouts.advantages[:, 0], [2 / 3, -1 / 3, 0.0])
+
+
 # --- masks ---
 
 

@@ -10,6 +10,7 @@ from mmrl.generation import transformers as generation
 from mmrl.generation.transformers import Prefix
 from tests.helpers.tiny_models import FAMILIES
 from tests.policies.conftest import PROMPTS, loaded
+from tests.policies.second import Copy
 from tests.policies.test_turns import conversing
 
 
@@ -83,3 +84,15 @@ def test_pictures_between_turns_are_read_with_what_came_before_them(folders, mon
         ]
     assert (whole_rows[0] - whole_rows[1]).abs().max() > 1e-3
     torch.testing.assert_close(last[0], torch.stack(whole_rows), atol=2e-5, rtol=0)
+
+
+def test_an_engine_did_not_sample_what_a_response_begins_with(folders):
+    """Its log-probabilities are unknown there, so that a correction leaves these tokens alone; known after."""
+    policy = loaded(folders["qwen2_5_vl"], max_response_length=9)
+    policy.engine = Copy(policy, PROMPTS)
+    rollouts = policy.rollout(PROMPTS, 1, [1, 2, 3])
+    lengths = [min(2, len(rollouts.inputs[0].response)), 0, 1]
+    again = policy.continue_from(rollouts, lengths, [4, 5, 6])
+    for length, logp, mask in zip(lengths, again.behaviour_logp, again.mask, strict=True):
+        assert logp[:length].isnan().all() and logp[length:][mask[length:]].isfinite().all()
+    assert max(lengths) == 2

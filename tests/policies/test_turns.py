@@ -17,7 +17,7 @@ from mmrl.settings import option
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 from tests.policies.conftest import PROMPTS, loaded
-from tests.sims.hostile_turns import HostileSettings
+from tests.sims.hostile_turns import Hostile, HostileSettings
 
 TURNS = 3
 # Reads an image in tiles where it is the only one it is given, and as one view where there are several. Turns are read
@@ -380,3 +380,27 @@ def test_a_batch_of_lost_conversations_is_replayed_and_told(folders, caplog):
         and "(failure 1 " in told[0]
     )
     assert "(failure 10 of this run)" in told[1]
+
+
+class FailsLate(Hostile):
+    """Fails when it answers for the second time, after a turn that went well."""
+
+    def step(self, response):
+        if self.count == 1:
+            raise KeyError("no such thing")
+        return super().step(response)
+
+
+class FailsLateSettings(HostileSettings):
+    type: str = "tests.policies.test_turns:FailsLateSettings"
+
+    def make(self):
+        return FailsLate()
+
+
+def test_the_turns_before_a_conversation_was_lost_are_not_learned_from(folders):
+    policy = conversing(folders["qwen2_5_vl"], end=50.0)
+    policy.drafter.converse(FailsLateSettings(limits=TurnLimits(max_turns=5)))
+    rollouts = policy.rollout([Prompt("p", "go on")], 2, [1, 2])
+    assert [sample.conversation.end for sample in rollouts.samples] == ["lost", "lost"]
+    assert all(int(tokens.decision_mask.sum()) > 1 for tokens in rollouts.inputs) and not rollouts.mask.any()

@@ -23,7 +23,8 @@ from mmrl.policies.vlm import policy as vlm
 from mmrl.policies.vlm import prompts as chats
 from mmrl.policies.vlm.responses import runner
 from mmrl.policies.vlm.responses.tokens import end_tokens
-from mmrl.rollouts import Prompt, Rollouts
+from mmrl.protocols.choices import TeacherChoices
+from mmrl.rollouts import ALTERNATIVES, Prompt, Rollouts
 from tests.policies.conftest import LENGTH, PROMPTS, image, loaded, mixed
 
 CONNECTORS = (
@@ -127,6 +128,26 @@ def test_replay_equals_brute_force(shared):
     close(got.entropy, entropy, 1e-4)
     other, _ = brute_force(policy, rollouts, temperature=1.0)
     assert (got.logp - other).abs().max() > 1e-2
+
+
+def test_rollouts_of_several_temperatures_are_replayed_each_at_its_own(shared):
+    policy, rollouts = shared
+    temperatures = [(0.7, 1.5)[row % 2] for row in range(len(rollouts))]
+    rows = [replace(tokens, temperature=t) for tokens, t in zip(rollouts.inputs, temperatures, strict=True)]
+    got = replay(policy, replace(rollouts, inputs=rows)).logp
+    by_temperature = {t: brute_force(policy, rollouts, temperature=t)[0] for t in set(temperatures)}
+    close(got, torch.stack([by_temperature[t][row] for row, t in enumerate(temperatures)]), 1e-4)
+
+
+def test_alternatives_have_the_temperature_of_their_rollout(shared):
+    """The tokens that were sampled, listed beside another one, have the likelihood that they have as decisions."""
+    policy, rollouts = shared
+    ids = torch.stack([policy.decision_ids(rollouts).clamp(min=0), torch.full(rollouts.mask.shape, 7)], -1)
+    listed = replace(rollouts, extras={**rollouts.extras, ALTERNATIVES.name: TeacherChoices(ids)})
+    for temperature in (0.7, 1.5):
+        rows = [replace(tokens, temperature=temperature) for tokens in listed.inputs]
+        got = replay(policy, replace(listed, inputs=rows))
+        close(got.extras[ALTERNATIVES.name][..., 0], got.logp, 1e-4)
 
 
 def test_replay_depends_neither_on_padding_nor_on_the_batch_nor_on_the_chunk(shared):

@@ -143,6 +143,13 @@ def test_volatility():
         assert sampler.draw(3)[0] == first and sampler.draw(3)[2] == 1
 
 
+def test_a_group_without_two_scores_is_no_visit_and_has_no_spread():
+    sampler = started(Volatility(), size=3)
+    sampler.observe([outcome(0, 1.0, math.nan), outcome(1, math.nan, math.nan), outcome(2, 0.0, 1.0, math.nan)])
+    state = sampler.state()
+    assert state["visits"] == {"2": 1} and state["spread"] == {"2": 0.5}
+
+
 # --- categories ---
 
 

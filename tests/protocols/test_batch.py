@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from mmrl.errors import UserError
 from mmrl.protocols.batch import Batch
 from mmrl.rollouts import DEMONSTRATION, FRESH, Prompt, Rollouts, Sample
 
@@ -117,7 +118,7 @@ def test_what_is_missing_is_unknown(parts):
 def test_what_no_prompt_or_not_every_prompt_has_is_no_fact(parts):
     del parts[1].samples[2].prompt.metadata["level"]
     for name in ("levels", "level"):
-        with pytest.raises(KeyError, match=f"{name} is not a column of rollouts"):
+        with pytest.raises(UserError, match=f"{name} is not a column of rollouts"):
             together(lambda batch, name=name: batch.column(name), *parts)
 
 

@@ -37,3 +37,7 @@ def test_an_error_of_a_part_names_the_part_and_the_columns_that_there_are():
         "raised in algorithm.terms.0 (a:B). micro has samples, inputs, group, mask, extras; replay has logp, extras. "
         "Other columns are None unless the part's needs ask for them: Needs(reference=Reference()) gives micro.ref_logp"
     )
+
+
+def test_a_reference_that_is_reset_or_follows_the_policy_moves():
+    assert [Reference(**options).moves for options in ({}, {"resets": {5}}, {"decays": {0.9}})] == [False, True, True]

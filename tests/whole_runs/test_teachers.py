@@ -164,6 +164,28 @@ def test_teachers_by_tag_teach_their_own_prompts(student, teacher):
         assert 0 < taught < 16
 
 
+def test_each_of_several_teachers_has_its_own_prompts(student, teacher, tmp_path):
+    """Sums have one teacher, questions of another kind a second: the values are those of each alone."""
+    second = tmp_path / "second"
+    write(second, tiny_model.build_tokenizer(), Sizes(width=64, layers=1), seed=3)
+    kinds = [sample.prompt.metadata["kind"] for sample in student[1].samples]
+    folders = {"sum": teacher, next(kind for kind in kinds if kind != "sum"): second}
+    tagged = ", ".join(f"{kind}: {{path: {folder}}}" for kind, folder in folders.items())
+    for estimator in ("sampled", "{type: top_k, k: 3}"):
+        distilled = "{type: distillation, teacher: %s, estimator: " + estimator + "}"
+        probe, parts = prepared(student, distilled % f"{{by_tag: {{{tagged}}}, tag: kind}}")
+        together = [probe.losses(m, probe.algorithm.denominators(m))[1]["distillation/kl"] for m in parts[0]]
+        for kind, folder in folders.items():
+            alone, same = prepared(student, distilled % f"{{path: {folder}}}")
+            for micro, values in zip(same[0], together, strict=True):
+                own = torch.tensor([sample.prompt.metadata["kind"] == kind for sample in micro.samples])
+                rows = own[:, None] & micro.mask
+                close(
+                    values[rows], alone.losses(micro, alone.algorithm.denominators(micro))[1]["distillation/kl"][rows]
+                )
+    assert len(set(kinds)) > 1
+
+
 def test_the_student_itself_teaches_under_a_view(student):
     """Without its text the prompt is another one: the divergence is that of the same weights under it."""
     probe, parts = prepared(student, "{type: distillation, teacher: {view: {type: no_text}}, estimator: full}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from mmrl.rewards.parsing.typography import normalize_typography
 from mmrl.rewards.parsing.wording import normalize_answer
@@ -28,6 +29,8 @@ _LEAD_IN = re.compile(
     r"\s)*+(?:answer|option|choice)\s*+(?:is|:)\s*+:?|it\s(?:is|'s)\s|it's\s",
     re.IGNORECASE,
 )
+# Words after which other options are named as wrong or as a reason: "B, not A", "B because A is too small".
+_REASON = re.compile(r"\b(?:because|since|whereas|unlike|rather\s+than|instead\s+of|not)\b", re.IGNORECASE)
 _WORD = re.compile(r"\b(?!and\b)[A-Za-z][a-z]")
 _LETTERS_ONLY = re.compile(r"[A-Z]{2,}+")
 _BETWEEN_LETTERS = re.compile(r"[\s,;/&|()\[\].]++|\band\b", re.IGNORECASE)
@@ -51,7 +54,8 @@ class OptionLetterReader:
 
         A letter counts if it stands alone as a capital, in brackets, after "option", or where the answer is announced
         ("the answer is b"). A before a noun and I before a verb are words. If answers are announced, only the text
-        after the last announcement counts, unless it names no letter.
+        after the last announcement counts, unless it names no letter. Letters after "because", "not" and the like do
+        not count if letters are named before it.
         """
         text = _without_markup(text)
         letters = self._only_letters(text)
@@ -60,9 +64,7 @@ class OptionLetterReader:
         announced_end = 0
         for match in _ANNOUNCED.finditer(text):
             announced_end = match.end()
-        return self._standalone_letters(text, announced_end) or (
-            self._standalone_letters(text, 0) if announced_end else []
-        )
+        return self._named_letters(text, announced_end) or (self._named_letters(text, 0) if announced_end else [])
 
     def _only_letters(self, text: str) -> list[str]:
         """Returns the letters of a text that is nothing else: "B", "a, c", "AC"; [] for other texts."""
@@ -78,10 +80,20 @@ class OptionLetterReader:
             else []
         )
 
-    def _standalone_letters(self, text: str, begin: int) -> list[str]:
-        """Returns the option letters that stand alone in a text from index `begin` on; the words "a" and "I" do not
-        count."""
-        letters: dict[str, None] = {}
+    def _named_letters(self, text: str, begin: int) -> list[str]:
+        """Returns the option letters that a text names from index `begin` on, up to the first reason that follows one
+        of them."""
+        first = next((position for position, _ in self._standalone_letters(text, begin)), None)
+        if first is None:
+            return []
+        reason = _REASON.search(text, first)
+        end = len(text) if reason is None else reason.start()
+        letters = (letter for position, letter in self._standalone_letters(text, begin) if position < end)
+        return list(dict.fromkeys(letters))
+
+    def _standalone_letters(self, text: str, begin: int) -> Iterator[tuple[int, str]]:
+        """Yields the option letters that stand alone in a text from index `begin` on, as capitals, each with its index;
+        the words "a" and "I" do not count."""
         for match in self._alone.finditer(text, begin):
             bracket, letter, following = match[1], match[2], (match[3] or "")
             preceding = text[max(0, match.start() - 12) : match.start()]  # long enough for "options: "
@@ -91,8 +103,7 @@ class OptionLetterReader:
                 continue
             if not bracket and _is_english_word(letter, following):
                 continue
-            letters[letter.upper()] = None
-        return list(letters)
+            yield match.start(), letter.upper()
 
     def _is_lower_option(self, bracket: str, following: str, is_first: bool, preceding: str) -> bool:
         """Returns whether a lower-case letter is an option: in brackets, first in the answer, or after a noun such as

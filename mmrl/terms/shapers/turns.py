@@ -51,7 +51,9 @@ class TurnReturns(Shaper):
     @property
     def needs(self) -> Needs:
         named = [needs_column(f"reward/{name}") for name in (self.gate, self.answer) if name is not None]
-        return merge_needs([Needs(offers=frozenset({"turns"})), *named])
+        # a gate is open for prompts that its reward does not judge
+        gates = frozenset() if self.gate is None else frozenset({self.gate})
+        return merge_needs([Needs(offers=frozenset({"turns"}), gates=gates), *named])
 
     @property
     def needs_turn_rewards(self) -> bool:
