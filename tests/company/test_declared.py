@@ -86,12 +86,15 @@ OWN = {
     "sequence_mask": "bound: 0.001",
     "token_budget": "budget: 20",
     "covariance_clip": "share: 0.2, low: -5",
+    "guided_prefixes": "count: 4",
+    "section_credit": "sections: [{end: '1', weight: 2}]",
 }
 # What a part needs beside it, which its surroundings then have too.
 AROUND = {
     **dict.fromkeys(("pass_at_k", "pass_at_k_analytic", "best_only", "win_rate"), "algorithm.baseline=none"),
     "modes": "algorithm.baseline=mean",
-    "extra_rollouts": "rollout.group_size=2",  # so that all of a group are wrong by chance
+    # so that all of a group are wrong by chance
+    **dict.fromkeys(("extra_rollouts", "guided_prefixes"), "rollout.group_size=2"),
     "long_wrong": "rollout.group_size=48",  # so that a right one is shorter than a wrong one by chance
     "shared_prefix": "rollout.temperature=0.2",  # so that responses of a group begin alike
     **dict.fromkeys(("prefix_mean", "subtree_advantages"), "rollout.extras=[branches]"),
