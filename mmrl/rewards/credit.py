@@ -202,10 +202,10 @@ def _gold_calls(gold: Any) -> list[dict[str, Any]]:
 
 
 def _json(text: str) -> Any:
-    """Parses JSON; None if it is not valid."""
+    """Parses JSON; None if it is not valid, or too deeply nested."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

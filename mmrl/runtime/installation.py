@@ -21,6 +21,21 @@ def extra_command(*extras: str) -> str:
     return "pip install " + " ".join(f"'{requirement}'" for requirement in requirements(extras))
 
 
+def extra_with(package: str) -> str | None:
+    """Returns the name of an extra of mmrl that installs a package, by the package's import name; None if none does."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    extras = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    for requirement in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []):
+        if canonicalize_name(requirement.name) != canonicalize_name(package) or requirement.marker is None:
+            continue
+        for extra in extras:
+            if extra != "dev" and requirement.marker.evaluate({"extra": extra}):
+                return str(extra)
+    return None
+
+
 def requirements(extras: tuple[str, ...]) -> list[str]:
     """Returns the requirements of extras as the installed distribution names them, without their markers."""
     from packaging.requirements import Requirement

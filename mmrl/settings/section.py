@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from mmrl import moved
 from mmrl.errors import describe_error
+from mmrl.runtime.installation import extra_command, extra_with
 
 Model = TypeVar("Model", bound="Section")
 Kind = TypeVar("Kind", bound="Choice")
@@ -233,6 +234,8 @@ def locate(target: str, key: str) -> Any:
         members = vars(importlib.import_module(module))
     except (ImportError, ValueError) as error:
         hint = moved.hint_of(error) if isinstance(error, ImportError) else ""
+        if isinstance(error, ModuleNotFoundError) and (extra := extra_with((error.name or "").partition(".")[0])):
+            raise SettingsError(f"{key}={target} needs {error.name}; install it with: {extra_command(extra)}") from None
         # only a user's module can be missing because its folder is not on PYTHONPATH
         is_missing = isinstance(error, ModuleNotFoundError) and module.partition(".")[0] != "mmrl"
         path_hint = ", with its folder on PYTHONPATH" if is_missing else ""

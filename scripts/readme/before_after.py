@@ -50,7 +50,8 @@ def save_gif(target: Path, frames: list[Image.Image], frame_ms: int, last_ms: in
     tall = Image.new("RGB", (frames[0].width, frames[0].height * len(frames)))
     for place, frame in enumerate(frames):
         tall.paste(frame, (0, place * frame.height))
-    palette = tall.quantize(COLORS)
+    # k-means after the median cut: without it small areas of a strong colour get the mean of a large dull one
+    palette = tall.quantize(COLORS, kmeans=4)
     flat = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     durations = [frame_ms] * (len(flat) - 1) + [last_ms]
     flat[0].save(target, save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=True)

@@ -16,13 +16,13 @@ from PIL import Image, ImageDraw
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.readme.before_after import save_gif
 
-LABEL, FRAME_MS, LAST_MS = 16, 120, 1500  # pixels of a row's label; milliseconds of a frame, and of the last one
+LABEL, FRAME_MS, LAST_MS = 18, 120, 1500  # pixels of a row's label; milliseconds of a frame, and of the last one
 
 
 def animate(target: Path, before: list[Path], after: list[Path]) -> None:
     """Writes the videos before and after RL, all at once; one that has ended keeps its last frame."""
     rows = [[imageio.v3.imread(video) for video in videos] for videos in (before, after)]
-    height, width = (side // 2 for side in rows[0][0].shape[1:3])
+    height, width = rows[0][0].shape[1:3]
     frames = []
     for time in range(max(len(video) for row in rows for video in row)):
         frame = Image.new("RGB", (len(before) * width, 2 * (height + LABEL)), "white")
@@ -30,7 +30,7 @@ def animate(target: Path, before: list[Path], after: list[Path]) -> None:
             top = line * (height + LABEL)
             ImageDraw.Draw(frame).text((2, top + 2), label, fill="black")
             for place, video in enumerate(row):
-                shown = Image.fromarray(video[min(time, len(video) - 1)]).resize((width, height))
+                shown = Image.fromarray(video[min(time, len(video) - 1)])
                 frame.paste(shown, (place * width, top + LABEL))
         frames.append(frame)
     save_gif(target, frames, FRAME_MS, LAST_MS)

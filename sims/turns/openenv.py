@@ -50,7 +50,7 @@ class OpenEnvWorld(Environment):
         A success is an end with a sum of rewards of at least `settings.won`."""
         try:
             action = self._action(response)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: deeply nested JSON
             why = f"no action ({' '.join(str(error).split())[:200]})"
             return Reply([Message("user", (f"error: {why}",))], error=why)
         observation, reward, done = self._outcome(self.env.step(action))

@@ -10,7 +10,8 @@ from tests.house.layout import ROOT, Arrow, arrows, circles, modules, owner
 
 FLOORS = (
     ("configs", "errors", "kernels", "moved", "rollouts", "version"),  # configs: no code, the recipes
-    ("core", "runtime", "settings"),
+    ("core", "runtime"),
+    ("settings",),
     ("children",),
     ("engine", "monitors", "prompts", "report", "rewards", "samplers", "schedules"),
     ("checkpoints", "protocols", "sims"),

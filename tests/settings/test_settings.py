@@ -387,3 +387,15 @@ def test_a_file_replaces_a_section_of_another_type_and_merges_one_of_the_same(tm
         "other": {"type": "square", "side": 3, "within": "nothing"},
         "kept": 1,
     }
+
+
+def test_a_missing_package_of_an_extra_is_named_with_its_command(monkeypatch):
+    """As where diffusers was not installed: the module of a part that comes with mmrl cannot be imported."""
+
+    def missing(module):
+        raise ModuleNotFoundError("No module named 'diffusers'", name="diffusers.models")
+
+    monkeypatch.setattr("mmrl.settings.section.importlib.import_module", missing)
+    expected = r"^model.type=mmrl.x:Y needs diffusers.models; install it with: pip install -e '.\[diffusion\]'$"
+    with pytest.raises(SettingsError, match=expected):
+        locate("mmrl.x:Y", "model.type")

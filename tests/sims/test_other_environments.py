@@ -88,7 +88,7 @@ def test_actions_and_observations_as_json():
     game = openenv(won=1.3)
     dialogue = talk(game, 7)
     assert json.loads(dialogue.prompt.messages[0].text) == {"hint": "guess", "tries": 0, "shown": png(10)}
-    for wrong in ("7", "{", '{"number": 7}', "[7]"):
+    for wrong in ("7", "{", '{"number": 7}', "[7]", "[" * 3000 + "]" * 3000):
         (said,) = dialogue.answer(wrong)
         assert said.text.startswith("error: no action (") and dialogue.turns[-1].error
     (said,) = dialogue.answer('{"word": "8"}')

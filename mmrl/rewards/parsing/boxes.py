@@ -207,7 +207,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
     """Parses a JSON or Python dict; None for anything else."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             value = ast.literal_eval(text) if len(text) < MAX_LITERAL else None
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -202,7 +202,7 @@ class Fields:
         one."""
         try:
             return json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(f"field {field!r} is a string in brackets, but not a JSON list: {error}") from None
 
     def _refuse_similar_name(self, row: Mapping[str, Any], field: str, key: str) -> None:
