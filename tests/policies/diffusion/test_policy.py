@@ -776,3 +776,15 @@ def test_preferences_share_levels_and_noises_by_default(tmp_path, algorithm, lik
     levels = seen[0].view(4, 2)
     assert torch.equal(levels[0], levels[1]) == torch.equal(levels[2], levels[3]) == expected
     assert not torch.equal(levels[0], levels[2])
+
+
+def test_the_end_of_a_step_is_completed_as_the_beginning_of_the_next():
+    policy = policy_of(small())
+    rollouts = policy.rollout(PROMPTS, 2, SEEDS, step=0)
+    count = rollouts.mask.shape[1]
+    before, after = ([sample.image for sample in policy.complete_steps(rollouts, ends=ends)] for ends in (False, True))
+    for row, sample in enumerate(rollouts.samples):
+        first = row * count
+        expected = [*before[first + 1 : first + count], sample.image]
+        torch.testing.assert_close(torch.stack(after[first : first + count]), torch.stack(expected), atol=1e-5, rtol=0)
+        assert (before[first] - before[first + 1]).abs().max() > 1e-3
