@@ -11,6 +11,7 @@ import torch
 from mmrl.build import build_policy, build_task
 from mmrl.collection.checks import check_batch
 from mmrl.config import Config, load
+from mmrl.errors import printable
 from mmrl.job import before_warm_start
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.tokenizers import Processor
@@ -142,11 +143,12 @@ def weight_bytes(path: str | None) -> int | None:
 
 
 def report_lines(report: CheckReport) -> list[str]:
-    """Returns the lines that `mmrl check` prints: alarms, then what was inspected and skipped, then their number."""
+    """Returns the lines that `mmrl check` prints: alarms, then what was inspected and skipped, then their number.
+    Control characters, such as those of a prompt's id, are escaped."""
     rows: list[tuple[str, str, str]] = [(alarm.severity, alarm.part, alarm.text) for alarm in report.alarms]
     rows += [("read", part, text) for part, text in report.inspected]
     rows += [("not read", part, text) for part, text in report.skipped]
     width = max((len(part) for _, part, _ in rows), default=0)
     count = len(report.alarms)
     summary = "no alarm" if not count else f"{count} alarm{'s' * (count > 1)}"
-    return [*(f"{word:<8}  {part:<{width}}  {text}" for word, part, text in rows), summary]
+    return [*(printable(f"{word:<8}  {part:<{width}}  {text}") for word, part, text in rows), summary]

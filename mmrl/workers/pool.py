@@ -22,7 +22,7 @@ from mmrl.children.frames import encode
 from mmrl.children.ray import Cluster
 from mmrl.config import Config
 from mmrl.engine import Ranks, gathered_parameters
-from mmrl.errors import UserError
+from mmrl.errors import UserError, printable
 from mmrl.generation.settings import RolloutWorkers
 from mmrl.generation.weight_sync.checksums import Checksum, SentWeights, absent, checksum, differing
 from mmrl.generation.weight_sync.folders import Exchange, remove_abandoned, write_weights
@@ -165,7 +165,7 @@ class WorkerPool:
                 with self._lock:
                     self.restarts += 1
                     self.asked_again += message is not None
-                print(f"rollout worker {handle.number}: {last}; restarting it", flush=True)
+                print(printable(f"rollout worker {handle.number}: {last}; restarting it"), flush=True)
         raise UserError(f"rollout worker {handle.number} was lost {ATTEMPTS} times in a row: {last}")
 
     # --- prompts ---

@@ -305,6 +305,12 @@ def test_findings_hold_an_alarm_once_and_errors_as_lines():
     assert report_lines(report)[-1] == "3 alarms" and report.refused and report_lines(CheckReport()) == ["no alarm"]
 
 
+def test_what_data_say_does_not_reach_the_terminal_as_control_characters():
+    report = CheckReport()
+    report.add([Alarm("data", "warned", "prompt \x1b[2Ja")])
+    assert report_lines(report)[0] == "warned    data  prompt \\x1b[2Ja"
+
+
 # --- the command ---
 
 
