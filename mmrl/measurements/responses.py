@@ -66,7 +66,7 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
         from mmrl.rollouts import DecisionColumn
 
         viewed = context.policy.view(rollouts, bind_step(self.view, context.step))
-        return DecisionColumn(context.replayed(viewed, "logp", "sampling"))
+        return DecisionColumn(context.replayed(viewed, "logp"))
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class GroupDivergence(PreparedMeasurement["DecisionColumn"]):
         for block_ids in ids.split(self.block):
             listed = WholeVocabulary.from_ids(block_ids, rollouts.mask.shape)
             changed = replace(rollouts, extras={**rollouts.extras, ALTERNATIVES.name: listed})
-            logp = context.replayed(changed, ALTERNATIVES.name, "sampling").float().cpu()
+            logp = context.replayed(changed, ALTERNATIVES.name).float().cpu()
             divergence += divergence_in_group(logp, rollouts.mask, rollouts.group, len(ids))
         return DecisionColumn(divergence)
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from mmrl.protocols.offers import Offer
 
@@ -63,20 +63,26 @@ class CollectedContext(MeasurementContext):
     sampling: RolloutSource
 
 
+class Replaying(Protocol):
+    """Replays rollouts under the policy with these weights; see `PreparedContext`."""
+
+    def __call__(self, rollouts: Rollouts, name: str, weights: Weights = "sampling") -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class PreparedContext(MeasurementContext):
     """Inputs of a measurement before the updates of a step.
 
     - micro_batches: the rows [n] of the rollouts in each micro-batch
-    - replayed(rollouts, name, weights): a field of `Replay`, such as "logp" or "value", under the policy with these
-      weights; the rollouts may be changed, but not their number
+    - replayed(rollouts, name, weights="sampling"): a field of `Replay`, such as "logp" or "value", under the policy
+      with these weights; the rollouts may be changed, but not their number
     - weights(which): a context in which the policy has these weights
     - modules: networks that are trained beside the policy; checkpoints hold them
     - sum: the sum of a tensor over the ranks, a collective
     """
 
     micro_batches: list[Tensor]
-    replayed: Callable[[Rollouts, str, Weights], Tensor]
+    replayed: Replaying
     weights: Callable[[Weights], AbstractContextManager[Any]]
     modules: AuxiliaryModules
     sum: Callable[[Tensor], Tensor]

@@ -239,10 +239,10 @@ class Preparation:
         of each minibatch. step: number of finished steps."""
         micro_batches = [rows for part in parts for rows in part]
 
-        def replayed(changed: Rollouts, name: str, weights: Weights) -> Tensor:
-            """Returns the column `name` of `Replay` for changed rollouts, under the policy with these weights."""
+        def replayed(rollouts: Rollouts, name: str, weights: Weights = "sampling") -> Tensor:
+            """Returns the column `name` of `Replay` under the policy with these weights."""
             with torch.no_grad(), self.weights(weights):
-                columns = ReplayColumns(self.policy, self.engine, changed)
+                columns = ReplayColumns(self.policy, self.engine, rollouts)
                 return columns.replay(micro_batches, reference=weights == "reference").require(name)
 
         context = PreparedContext(

@@ -115,6 +115,15 @@ def test_a_row_restarts_while_the_other_goes_on(walk):
     )
 
 
+def test_the_last_row_restarts_with_its_own_observation(walk):
+    sim = walk(2)
+    sim.reset([3, 4], ["default"] * 2)
+    sim.step([[[0.1]] * 3, [[0.45]] * 3])
+    begun = sim.restart([1], [13], ["default"])
+    np.testing.assert_allclose(begun.state[1], by_hand(13, [])[0], atol=1e-6)
+    np.testing.assert_allclose(begun.state[0], by_hand(3, [0.1] * 3)[-1], atol=1e-6)
+
+
 def test_tasks_reach_the_environment_and_time_runs_out(walk):
     sim = walk(2, instruction={"stroll": "walk slowly", "hurry": "run"}, max_steps=2)
     assert sim.reset([0, 0], ["stroll", "hurry"]).instructions == ["walk slowly", "run"]
