@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.measurements.teachers import ALTERNATIVES as ALTERNATIVES_KEY
 from mmrl.measurements.teachers import ReferenceTeacher, TeacherDistributions
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
@@ -55,7 +54,7 @@ class SupportCoverage(Term):
         from mmrl.protocols.choices import TeacherChoices
         from mmrl.rollouts import ALTERNATIVES, require
 
-        listed = micro.extra(ALTERNATIVES_KEY, TeacherChoices)
+        listed = micro.extra(ALTERNATIVES.name, TeacherChoices)
         logp = ALTERNATIVES.of(replay)
         reference = require(listed.logp, "the reference policy's log-probabilities").to(logp)
         log_mass = log_support(logp, reference, self.min_probability)
