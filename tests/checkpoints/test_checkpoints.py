@@ -274,3 +274,6 @@ def test_a_run_that_is_older_than_the_choice_of_optimizers_goes_on():
     older, now = {"optim": {"lr": 0.1}}, {"optim": {"type": "adamw", "lr": 0.1}}
     assert differences(older, now, set()) == {}
     assert differences(older, {"optim": {"type": "sgd", "lr": 0.1}}, set()) == {"optim.type": ("adamw", "sgd")}
+    added = {"algorithm": {"terms": [{"type": "kl"}]}}
+    assert differences({}, added, set()) == {"algorithm.terms": (None, [{"type": "kl"}])}
+    assert differences(added, {}, set()) == {"algorithm.terms": ([{"type": "kl"}], None)}

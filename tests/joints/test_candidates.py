@@ -77,6 +77,11 @@ def test_candidates_share_their_state_and_are_completed_by_hand(folder):  # noqa
             assert not torch.equal(records[0].x_next[k], records[1].x_next[k])
             if k + 1 < count:
                 assert any(torch.equal(records[0].x[k + 1], r.x_next[k]) for r in records)
+    went_on = set()  # which candidate of the first step the group went on from
+    for seed in range(0, 60, 3):
+        first, *_ = drawn = policy.rollout([batch.samples[0].prompt], 3, [seed, seed + 1, seed + 2], step=0).inputs
+        went_on |= {i for i, record in enumerate(drawn) if torch.equal(first.x[1], record.x_next[0])}
+    assert went_on == {0, 1, 2}
     worth = batch.extras[CandidateCompletions().name].values
     assert worth.shape == (6, 3)
     torch.testing.assert_close(worth[:, -1], batch.rewards[:, 0])  # the last candidate's completion is the image

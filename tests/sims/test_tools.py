@@ -70,6 +70,14 @@ def test_a_crop_can_be_looked_at_again():
     assert shown(reply)[:, :, 0].tolist() == [[3], [3]]
 
 
+def test_a_crop_that_was_shown_smaller_is_looked_at_in_its_own_size():
+    """The whole image is shown as 4 x 2 pixels; its first shown pixel is 2 x 2 of the original's."""
+    one = environment({"type": "zoom", "pixels": 8})
+    assert shown(one.step("zoom(0, 0, 8, 4)")).shape[:2] == (2, 4)
+    reply = one.step("zoom(0, 0, 1, 1, 1)")
+    assert shown(reply)[:, :, 0].tolist() == [[0, 1]] * 2 and shown(reply)[:, :, 1].tolist() == [[0, 0], [1, 1]]
+
+
 def test_the_unrelated_zoom_shows_another_place_of_the_same_size():
     for x in range(0, 8, 2):
         reply = environment("unrelated_zoom").step(f"zoom({x}, 0, {x + 2}, 2)")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import pipelines
+from mmrl.policies.diffusion.conditions import PromptConditions
 from mmrl.policies.diffusion.families import edits
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.policy import DiffusionPolicy
@@ -245,6 +247,22 @@ class TestBadInput:
         assert family.encode([ConditionInputs("abc")])[0]["encoder_hidden_states"].shape[0] == 4
         assert family.truncated_tokens("abcdefgh") == 6  # with the word's mark and the end it is ten tokens
         assert family.truncated_tokens("a") == 0
+
+
+def test_an_edit_is_encoded_for_each_shape_and_a_text_once():
+    """A source image is resized to the shape of the latents; what a text says does not depend on it."""
+    encoded = []
+
+    def encode(inputs, shape):
+        encoded.append(([item.text for item in inputs], shape))
+        return [{"of": (item.text, shape)} for item in inputs]
+
+    conditions = PromptConditions(SimpleNamespace(encode=encode, truncated_tokens=lambda text: 0), capacity=8)
+    edit, text = asked("kontext", "a", seed=0), ConditionInputs("b")
+    for shape in ((4, 8, 8), (4, 16, 16), (4, 8, 8)):
+        found = conditions.encode([edit, text], shape)
+        assert found[0] == {"of": ("a", shape)} and found[1] == {"of": ("b", (4, 8, 8))}
+    assert encoded == [(["a", "b"], (4, 8, 8)), (["a"], (4, 16, 16))]
 
 
 def test_two_images_of_one_prompt_are_two_conditions():

@@ -165,15 +165,16 @@ class TestFlows:
     @pytest.mark.parametrize("kind", ["flow, all steps", "flow, matching"])
     def test_the_distance_to_the_reference_policy(self, make, kind):
         """The exact KL of a step by torch.distributions, and the squared distance, over executed actions alone."""
-        policy, moved = stir(make(kind)), stir(make(kind), 0.4)
+        policy, moved, third = stir(make(kind)), stir(make(kind), 0.4), stir(make(kind), 0.8)
         rollouts = policy.rollout(STARTS, 2, SEEDS)
         with torch.no_grad():
-            before = policy.replay(rollouts, policy.module)
+            before, other = (each.replay(rollouts, each.module) for each in (policy, third))
         assert "reference_error" not in before.extras
         rollouts = replace(rollouts, old_prediction=before.prediction, ref_prediction=before.prediction)
         own = policy.replay(rollouts, policy.module)
         assert not own.extras["reference_error"].any() and (own.reference_kl is None or not own.reference_kl.any())
-        now = moved.replay(rollouts, moved.module)
+        # the old policy is another one than the reference, so that neither can stand for the other
+        now = moved.replay(replace(rollouts, old_prediction=other.prediction), moved.module)
         assert now.extras["reference_error"].requires_grad
         looks = [(b, s, look) for b, episode in enumerate(rollouts.inputs) for s, look in enumerate(episode)]
         b, s, look = next(found for found in looks if not found[2].valid.all())
@@ -192,12 +193,17 @@ class TestFlows:
         for k in range(3):
             a_x, a_v, std = (float(c) for c in coefficients("cps", sigmas[k], sigmas[k + 1], noise=0.7))
             x = look.sampled["x"][k]
-            v, old = (velocity(p, look, x, float(sigmas[k]))[0][0].double() for p in (moved, policy))
-            apart = kl_divergence(Normal(a_x * x + a_v * v, std), Normal(a_x * x + a_v * old, std))[look.valid]
+            v, reference, old = (velocity(p, look, x, float(sigmas[k]))[0][0].double() for p in (moved, policy, third))
+            step = Normal(a_x * x + a_v * v, std)
+            to_reference, to_old = (
+                kl_divergence(step, Normal(a_x * x + a_v * p, std))[look.valid].sum().item() / CHUNK
+                for p in (reference, old)
+            )
             at = (b, d * s + k)
-            assert now.reference_kl[at].item() == pytest.approx(apart.sum().item() / CHUNK, rel=1e-3)
-            assert now.divergence[at].item() == pytest.approx(apart.sum().item() / CHUNK, rel=1e-3)
-            error = (v - old).square()[look.valid].sum().item() / CHUNK
+            assert now.reference_kl[at].item() == pytest.approx(to_reference, rel=1e-3)
+            assert now.divergence[at].item() == pytest.approx(to_old, rel=1e-3)
+            assert to_old != pytest.approx(to_reference, rel=0.1)
+            error = (v - reference).square()[look.valid].sum().item() / CHUNK
             assert now.extras["reference_error"][at].item() == pytest.approx(error, rel=1e-3)
         assert now.divergence.requires_grad and now.reference_kl.requires_grad
 
