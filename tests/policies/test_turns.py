@@ -26,7 +26,7 @@ COUNTS_IMAGES = {"llava_onevision"}
 
 
 class Echo(Environment):
-    """Answers with an image and a text, and ends after so many turns. Turn t is worth t."""
+    """Answers with an image, of another grey in each turn, and a text; ends after so many turns. Turn t is worth t."""
 
     def __init__(self, turns, shade):
         self.turns, self.shade, self.count = turns, shade, 0
@@ -38,7 +38,7 @@ class Echo(Environment):
         self.count += 1
         if self.count == self.turns:
             return Reply(end=True, reward=float(self.count))
-        shown = Image.new("RGB", (32, 32), (self.shade,) * 3)
+        shown = Image.new("RGB", (32, 32), (self.shade + 9 * self.count,) * 3)
         text = f"The sum is {len(response) % 10}."
         return Reply([Message("user", (shown, text))], reward=float(self.count))
 
@@ -305,6 +305,9 @@ def test_an_engine_is_asked_for_each_turn_with_all_that_came_before(folders):
     for request in engine.asked:  # one marker an image for the engine, all of its tokens for the trainer
         assert request.marked.count(markers) == len(request.images)
         assert [i for i in request.marked if i != markers] == [i for i in request.ids.tolist() if i != markers]
+        shades = [image.getpixel((0, 0)) for image in request.images if image.size == (32, 32)]
+        greys = [red for red, green, blue in shades if red == green == blue]
+        assert greys == [128 + 9 * turn for turn in range(1, len(greys) + 1)]  # in the order of the turns
     assert max(len(request.images) for request in engine.asked) == 2 + TURNS - 1
 
 
