@@ -255,7 +255,7 @@ def test_learning_rates_by_hand(schedule, warmup, values):
 
 
 def test_bad_steps_in_a_row_end_the_run_and_name_the_rollouts(tmp_path):
-    trainer = make(tmp_path, "steps=9", "engine.max_bad_steps=2")
+    trainer = make(tmp_path, "steps=9", "engine.max_bad_steps=2", "optim.ema=0.5")
     usual = trainer.losses
     bad = {1: math.nan, 3: math.nan, 4: math.inf}
 
@@ -271,6 +271,7 @@ def test_bad_steps_in_a_row_end_the_run_and_name_the_rollouts(tmp_path):
         trainer.train()
     release(trainer)
     assert trainer.engine.updates == 2 and trainer.step == 4
+    assert trainer.ema.updates == 2  # an update that was skipped moves no average
     rows = [json.loads(line) for line in (tmp_path / "bad-step-5-rank0.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and all(0 <= row["rewards"][0] <= 1 and row["prompt"] for row in rows)
 

@@ -86,6 +86,11 @@ def test_shuffled_frames():
     shades = [frame.getpixel((0, 0))[0] for frame in changed.videos[0].frames]
     assert sorted(shades) == [0, 1, 2, 3] != shades and changed.videos[0].fps == 4.0
     assert changed.videos[1] == own.videos[1]  # one frame has one order
+    orders = set()
+    for number in range(20):
+        video = ShuffledFrames().change(replace(own, id=str(number))).videos[0]
+        orders.add(tuple(frame.getpixel((0, 0))[0] for frame in video.frames))
+    assert len(orders) > 5  # by chance, not one fixed order such as the reversed one
     assert ShuffledFrames().change(own) == changed
     with pytest.raises(UserError, match="prompt '7' has no video"):
         ShuffledFrames().change(prompt())

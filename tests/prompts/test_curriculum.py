@@ -45,10 +45,11 @@ def test_a_state_goes_on_as_the_sampler_would(name):
         one.observe(told)
     state = json.loads(json.dumps(one.state()))
     other.load(state)
+    changed = [outcome(0, 0.0, 1.0), outcome(1, 1.0, 1.0), outcome(2, 0.0, 0.0), outcome(3, 0.0, 1.0)]
     for _ in range(4):
         assert one.draw(5) == other.draw(5)
-        one.observe(told)
-        other.observe(told)
+        one.observe(changed)  # others than before the state was saved, so that averages of before matter
+        other.observe(changed)
     assert json.loads(json.dumps(one.state())) == json.loads(json.dumps(other.state()))
     assert state["drawn"] == json.loads(json.dumps(state))["drawn"]  # it did not follow later draws
 
