@@ -112,6 +112,26 @@ class TimeLimit(BaseException):
     does not catch it."""
 
 
+def call_in_time(function: Callable[[], Value], limit_s: float) -> Value:
+    """Returns function(), or raises its exception. Raises TimeLimit after `limit_s` seconds; the call is then abandoned
+    in its thread.
+
+    The timeouts of sockets bound the wait for each byte only. So a server that sends a header byte by byte, or "100
+    Continue" again and again, would keep its client waiting forever.
+    """
+    thread = CallingThread()
+    try:
+        value = thread.call(lambda _: function(), None, limit_s)
+    except TimeLimit:
+        thread.leave()
+        raise
+    except BaseException:
+        thread.end()
+        raise
+    thread.end()
+    return value
+
+
 class CallingThread:
     """A thread that runs calls with a time limit, on the GPU of the thread that created it."""
 

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import requests
@@ -17,6 +18,7 @@ from mmrl.generation.vllm.client import ATTEMPTS, EngineWeights, Failed, Server
 from mmrl.generation.vllm.engine import EngineOptions
 from mmrl.generation.vllm.servers import Servers
 from mmrl.generation.weight_sync.folders import Exchange, remove_abandoned
+from tests.rewards.http_servers import DRIPS, dripping
 from tests.whole_runs.stand_in_server import serving
 
 HOLDS = """
@@ -234,6 +236,16 @@ def test_a_server_rests_longer_each_time_that_it_fails(monkeypatch):
         now[0] = server.retry_at
         assert server.suspect and not server.is_paused()
     assert rests == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("part", DRIPS)
+def test_the_time_limit_bounds_the_whole_of_a_request(part):
+    """Bytes come in time, one after the other, and never end."""
+    with dripping(part) as url:
+        started = time.monotonic()
+        with pytest.raises(requests.Timeout, match="not complete after 0.3 s"):
+            Server(lambda: url, 0.3).post("inference/v1/generate", {"token_ids": [1]})
+    assert time.monotonic() - started < 5
 
 
 def test_an_answer_without_end_is_given_up(monkeypatch):

@@ -1,9 +1,10 @@
 """Real HTTP servers on a thread of the test, with scripted answers."""
 
 import json
+import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -82,3 +83,36 @@ def running(server):
 
 def scripted(*script):
     return running(Scripted(script))
+
+
+DRIPS = {
+    "status line": (b"", b"H"),
+    "header": (b"HTTP/1.1 200 OK\r\nX: ", b"a"),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"X: a\r\n"),
+    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "chunk extension": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;", b"a"),
+    "trailers": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"X: a\r\n"),
+    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"a"),
+}
+
+
+@contextmanager
+def dripping(part):
+    """The address of a server that begins an answer and then sends a little more of that part, without end."""
+    begin, more = DRIPS[part]
+    ended = threading.Event()
+
+    def drip():
+        caller, _ = server.accept()
+        with caller, suppress(OSError):
+            caller.recv(1 << 16)
+            caller.sendall(begin)
+            while not ended.wait(0.02):
+                caller.sendall(more)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            ended.set()

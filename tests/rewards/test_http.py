@@ -9,10 +9,8 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 import zipfile
-from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from mmrl.rewards.services import http
 from mmrl.rewards.services.http import JSON, NPZ, decode, encode
 from mmrl.rewards.services.server import RewardServer
 from mmrl.rollouts import Prompt, Sample, Video
-from tests.rewards.http_servers import hangs_up, running, says, scripted, sleeps, trickles
+from tests.rewards.http_servers import DRIPS, dripping, hangs_up, running, says, scripted, sleeps, trickles
 
 HERE = __name__
 ROOT = Path(__file__).parents[2]
@@ -128,36 +126,12 @@ def test_nonsense_is_refused_at_once(answer, words):
             assert len(server.requests) == 1
 
 
-DRIPS = {
-    "status line": (b"", b"H"),
-    "header": (b"HTTP/1.1 200 OK\r\nX: ", b"a"),
-    "headers": (b"HTTP/1.1 200 OK\r\n", b"X: a\r\n"),
-    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "chunk extension": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;", b"a"),
-    "trailers": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"X: a\r\n"),
-    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"a"),
-}
-
-
 @pytest.mark.parametrize("part", DRIPS)
 def test_the_deadline_bounds_the_whole_of_a_request(part):
     """A socket's timeout bounds the wait for the next byte, which comes in time here, and without end."""
-    begin, more = DRIPS[part]
-    ended = threading.Event()
-
-    def drip():
-        caller, _ = server.accept()
-        with caller, suppress(OSError):
-            caller.recv(1 << 16)
-            caller.sendall(begin)
-            while not ended.wait(0.02):
-                caller.sendall(more)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=drip, daemon=True).start()
+    with dripping(part) as url:
         started = time.monotonic()
-        message = failure(f"http://127.0.0.1:{server.getsockname()[1]}", deadline_s=0.3, retries=0)
-        ended.set()
+        message = failure(url, deadline_s=0.3, retries=0)
     assert "did not answer in 1 tries" in message and "Timeout: the answer was not complete after 0.3 s" in message
     assert time.monotonic() - started < 5
 

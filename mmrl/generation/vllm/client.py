@@ -19,6 +19,7 @@ from urllib3.connection import HTTPConnection
 
 from mmrl.errors import UserError
 from mmrl.generation.vllm.api_key import KEY
+from mmrl.rewards.guarded import TimeLimit, call_in_time
 
 PAUSE, LONGEST_PAUSE = 0.5, 5.0  # seconds between two attempts: the first pause, and the longest one
 ATTEMPTS = 3  # maximum attempts of a request that a running server fails to answer
@@ -129,14 +130,21 @@ class Server:
         return info["weight_version"]
 
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Sends a request and returns the JSON of the answer, {} for plain text. The timeout of `requests` bounds each
-        wait for bytes, and `_text` bounds the total time."""
-        end, auth = time.monotonic() + self.timeout, Bearer(self.key) if self.key else None
+        """Sends a request and returns the JSON of the answer, {} for plain text. Raises requests.Timeout if all of it
+        takes longer than `timeout`; the timeout of `requests` bounds each wait for bytes only."""
+        try:
+            status, content_type, text = call_in_time(lambda: self._send(method, path, body), self.timeout)
+        except TimeLimit:
+            raise requests.Timeout(f"the answer was not complete after {self.timeout:g} s") from None
+        text = self._read(status, text, path)
+        return _parse_json(text) if "json" in content_type else {}  # some paths answer in plain text
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, str, str]:
+        """Sends a request. Returns status, content type and text of the answer."""
+        auth = Bearer(self.key) if self.key else None
         options: dict[str, Any] = {"timeout": self.timeout, "stream": True, "allow_redirects": False}
         with self.session.request(method, f"{self.address}/{path}", json=body, auth=auth, **options) as answer:
-            text = self._read(answer.status_code, _text(answer, end), path)
-            # Some paths answer in plain text
-            return _parse_json(text) if "json" in answer.headers.get("content-type", "") else {}
+            return answer.status_code, answer.headers.get("content-type", ""), _text(answer)
 
     def _read(self, status: int, text: str, path: str) -> str:
         """Returns the text of an answer. Raises Failed, LOST or UserError if its status says that it is an error."""
@@ -238,17 +246,14 @@ def _parse_json(text: str) -> Any:
         raise Failed(f"the answer is not JSON: {' '.join(text.split())[:100]!r}") from None
 
 
-def _text(answer: requests.Response, end: float) -> str:
-    """Reads the body of an answer. Raises requests.Timeout after `end` (monotonic seconds), and Failed beyond
-    MAX_ANSWER bytes."""
+def _text(answer: requests.Response) -> str:
+    """Reads the body of an answer. Raises Failed beyond MAX_ANSWER bytes."""
     content = b""
     try:
         while chunk := answer.raw.read1(2**16, decode_content=True):
             content += chunk
             if len(content) > MAX_ANSWER:
                 raise Failed(f"the answer is longer than {MAX_ANSWER} bytes")
-            if time.monotonic() > end:
-                raise requests.Timeout("the answer was not complete in time")
     except urllib3.exceptions.HTTPError as error:
         raise requests.ConnectionError(str(error)) from error
     return content.decode(errors="replace")

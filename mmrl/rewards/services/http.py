@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.rewards.guarded import CallingThread, TimeLimit
+from mmrl.rewards.guarded import TimeLimit, call_in_time
 from mmrl.rewards.types import Score, as_pil
 from mmrl.rollouts import Prompt, Sample, Spans, Video
 
@@ -142,24 +142,14 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
 
 
 def _exchange_in_time(exchange: Callable[[float], tuple[int, bytes]], deadline_s: float) -> tuple[int, bytes]:
-    """Runs an exchange and returns its status and body. Raises requests.Timeout if it takes longer than `deadline_s`.
-
-    The timeouts of sockets bound the wait for each byte only. So a server that sends a header byte by byte, or "100
-    Continue" again and again, would keep its client waiting forever.
-    """
+    """Runs an exchange and returns its status and body. Raises requests.Timeout if it takes longer than `deadline_s`;
+    see `call_in_time`."""
     import requests
 
-    thread = CallingThread()
     try:
-        answer = thread.call(exchange, deadline_s, deadline_s)
+        return call_in_time(lambda: exchange(deadline_s), deadline_s)
     except TimeLimit:
-        thread.leave()
         raise requests.Timeout(f"the answer was not complete after {deadline_s:g} s") from None
-    except BaseException:
-        thread.end()
-        raise
-    thread.end()
-    return answer
 
 
 def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> tuple[int, bytes]:
