@@ -102,7 +102,7 @@ def test_an_engine_that_missed_the_weights_is_found(two):
 @pytest.mark.slow
 def test_a_slow_engine_does_not_hold_up_the_others(two):
     quick, slow = two["shares"]
-    assert quick > 3 * slow > 0 and two["slow"] == two["first"]
+    assert quick >= 2 * slow > 0 and two["slow"] == two["first"]
 
 
 @vllm_workers.needs_vllm
