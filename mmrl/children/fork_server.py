@@ -154,8 +154,8 @@ class ForkedProcess:
         self._requests = 0
 
     def call(self, request: object, deadline_s: float, max_bytes: int = MAX_ANSWER) -> dict[str, Any]:
-        """Returns the answer of the service, at most `max_bytes` long. Raises TimeoutError, and ConnectionError for an
-        invalid answer and if its process ended or was killed; then the worker cannot be called again."""
+        """Returns the worker's answer to the request, at most `max_bytes` long. Raises TimeoutError, or ConnectionError
+        for an invalid answer and if the worker ended or was killed. After either it cannot be called again."""
         self._requests += 1
         try:
             received = self.channel.ask(pickle.dumps((self._requests, request)), Patience(deadline_s), max_bytes)

@@ -136,7 +136,7 @@ def unscored(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def ratio_gap(run: RunRecord) -> Iterator[HealthFinding]:
-    """Judges how far the importance ratio is from 1. With one update a step it is 1 by definition."""
+    """Judges how far the importance ratio is from 1, where it has to be with one update a step."""
     gap = run.series("surrogate/ratio_gap_max")
     if not gap.finite:
         return
@@ -158,7 +158,7 @@ def ratio_gap(run: RunRecord) -> Iterator[HealthFinding]:
     yield judge(
         "On-policy gap",
         most > limit,
-        "With one update a step the ratio is 1 by definition: nothing is compared.",
+        f"With one update a step the ratio has to be 1; it is, up to {most:.3g}.",
         f"With one update a step the ratio should be 1, but it is off by up to {most:.3g}: rollouts and replay do not "
         "compute the same likelihoods.",
         "If the policy is your own, its `rollout` and `replay` must run the same code on the same inputs. Otherwise "

@@ -67,8 +67,10 @@ def device_name(kind: str) -> str:
 
 
 def visible_devices(numbers: Iterable[int]) -> str:
-    """Returns CUDA_VISIBLE_DEVICES for a child that shall see only the GPUs `numbers`, as this process counts them.
-    They are numbers, UUIDs or MIG ids, as in this process's own variable.
+    """Returns CUDA_VISIBLE_DEVICES for a child that shall see only some of this process's GPUs.
+
+    numbers: indices of these GPUs, as this process counts its own. The entries of the result are indices, UUIDs or MIG
+    ids, as in this process's own variable.
 
     Raises UserError for a GPU that this process does not see.
     """

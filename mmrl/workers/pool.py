@@ -59,8 +59,9 @@ class WorkerPool:
     """
 
     def __init__(self, config: Config, settings: RolloutWorkers, policy: Policy, ranks: Ranks, *, builder: str) -> None:
-        """Starts no process yet. builder: "package.module:function" that builds configuration and policy from the plain
-        configuration, in a worker. Raises UserError if there are too few GPUs, or no such cluster."""
+        """Prepares the workers, whose processes start with their first request. builder: "package.module:function" that
+        builds configuration and policy from the plain configuration, in a worker. Raises UserError if there are too few
+        GPUs, or if the Ray cluster of the settings cannot be reached."""
         self.config, self.settings, self.policy, self.ranks = config, settings, policy, ranks
         self.folder = Path(settings.exchange or Path(config.run_dir) / "workers").absolute()
         logs = Path(config.run_dir) / "workers"

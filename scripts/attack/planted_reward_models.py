@@ -11,7 +11,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("image_reward: not normalised", M + "image_reward.py", "- MEAN) / STD", "- MEAN)", IMAGE),
     ("image_reward: the last word is read", M + "image_reward.py", "last_hidden_state[:, 0]", "last_hidden_state[:, -1]", IMAGE),
     ("image_reward: padding is read", M + "image_reward.py", "attention_mask=tokens.attention_mask,", "attention_mask=torch.ones_like(tokens.attention_mask),", IMAGE),
-    ("image_reward: a ReLU between layers", M + "image_reward.py", '"mlp.layers."), None,', '"mlp.layers."), nn.ReLU,', IMAGE),
+    ("image_reward: a ReLU between layers", M + "image_reward.py", '"mlp.layers."), activation=None,', '"mlp.layers."), activation=nn.ReLU,', IMAGE),
     ("image_reward: pixels of ImageNet", M + "image_reward.py", "(0.48145466, 0.4578275, 0.40821073)", "(0.485, 0.456, 0.406)", IMAGE),
     ("vlm_reward: no ReLU between layers", M + "vlm_reward.py", "with_prefix(state, prefix), nn.ReLU,", "with_prefix(state, prefix), None,", VLM),
     ("vlm_reward: the first number of each token", M + "vlm_reward.py", "i if outputs.shape[1] == len(self.tokens) > 1 else 0", "0", VLM),

@@ -43,8 +43,7 @@ class TabletopRow:
         self.cubes = np.array([model.body(f"cube{i}").id for i in range(_cubes(model))])
         self.cube_geoms = [model.geom(f"cube{i}").id for i in range(len(self.cubes))]
         self.pads = [model.geom(f"pad{i}").id for i in range(scene.PADS)]
-        # index of each cube's free joint in the model
-        self.cube_qpos = [int(model.body(int(cube)).jntadr[0]) for cube in self.cubes]
+        self.cube_joints = [int(model.body(int(cube)).jntadr[0]) for cube in self.cubes]
         self.tip = model.site("tip").id
         self.task: TabletopTask = TASKS["reach"]
         self.scene: TabletopScene
@@ -60,7 +59,7 @@ class TabletopRow:
         self.setpoint, self.closing, self.steps = HOME + rng.uniform(-0.02, 0.02, 3), False, 0
         self.data.qpos[: scene.JOINTS] = inverse_kinematics(self.setpoint)
         self.data.qpos[scene.JOINTS : scene.JOINTS + 2] = FINGER_TRAVEL
-        for joint, (x, y) in zip(self.cube_qpos, self.scene.cubes, strict=True):
+        for joint, (x, y) in zip(self.cube_joints, self.scene.cubes, strict=True):
             yaw, start = rng.uniform(-0.15, 0.15), self.model.jnt_qposadr[joint]
             self.data.qpos[start : start + 7] = [x, y, scene.CUBE, np.cos(yaw / 2), 0, 0, np.sin(yaw / 2)]
         self._paint(rng)

@@ -114,7 +114,8 @@ class Gymnasium(NamedActions):
             locate(self.expert, "task.game.expert")
 
     def demonstration(self, prompt: Prompt) -> list[str]:
-        """Plays the game with the function `expert`. Raises ValueError if it is not set."""
+        """Plays the prompt's game with the function `expert`. Returns the responses that make its actions, one for each
+        turn. Raises ValueError if `expert` is not set."""
         if self.expert is None:
             raise ValueError("task.game.expert is not set: name a function that gives the right action")
         return load_attribute("mmrl.sims.turns.gymnasium:demonstrated")(

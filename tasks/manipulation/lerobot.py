@@ -285,13 +285,15 @@ class _Dataset:
 
 
 def rewards_to_go(rows: Mapping[str, NDArray]) -> RewardsToGo | None:
-    """Returns the rewards of an episode, from its columns; None if the dataset has neither rewards nor success."""
+    """Returns the rewards of a whole episode, from its columns: of each step, with the number of actions before it, and
+    1 as the outcome if a step is a success. Returns None if the dataset has neither rewards nor success."""
     reward, success = (rows.get(name) for name in REWARD_FEATURES)
     if reward is None and success is None:
         return None
     length = len(rows["timestamp"])
     rewards = np.zeros(length, np.float32) if reward is None else reward[:, 0]
-    return RewardsToGo(rewards, np.arange(length), 0.0 if success is None else float(success.any()))
+    outcome = 0.0 if success is None else float(success.any())
+    return RewardsToGo(rewards, elapsed=np.arange(length), outcome=outcome)
 
 
 def solved_at_end(rows: Mapping[str, NDArray]) -> bool:

@@ -45,7 +45,9 @@ class GroupLoss(Algorithm):
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         """Raises NotImplementedError: the loss is computed for whole groups, see `objective`."""
-        raise NotImplementedError(f"algorithm.type={self.type} computes its loss for whole groups in `objective`")
+        raise NotImplementedError(
+            f"algorithm.type={self.type} compares whole groups and has no loss of single rollouts; call `objective`"
+        )
 
     def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
         """Computes the mean of the groups' losses, 0-d, and statistics [rollout]: the value of a group is in the row of

@@ -116,6 +116,8 @@ class OfflinePreference(StepwisePreference):
     def group_loss(
         self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes DPO's loss of each pair: for each decision, averaged (level=decision), or from the log-ratios summed
+        over the rollout (level=sequence)."""
         if self.level == "decision":
             return super().group_loss(chosen, rejected, micro, replay)
         return Preference.group_loss(self, chosen, rejected, micro, replay)

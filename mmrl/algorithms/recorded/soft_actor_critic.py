@@ -69,7 +69,7 @@ class SoftActorCritic(Algorithm):
         import torch
 
         values, stats = self.actor.values(micro, replay)
-        # The second summand is 0. It attaches the loss to the graph where no step is recorded yet.
+        # The second summand is 0. With it the loss has a gradient also while no step is stored yet.
         return values + replay.logp.where(torch.zeros_like(replay.logp, dtype=torch.bool), 0), stats
 
     def reduction(self, micro: Rollouts, totals: dict[str, Tensor], length: int, device: torch.device) -> Reduction:

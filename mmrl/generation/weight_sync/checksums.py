@@ -60,8 +60,9 @@ def checksum(values: Tensor, view: tuple[int, Sequence[int]] | None = None, stat
 
 
 def _contiguous_sum(values: Tensor, first: int) -> Tensor:
-    """Returns the checksum of contiguous elements [element], an int64 scalar. first: the index of the first element in
-    the flattened tensor."""
+    """Returns the checksum of contiguous elements [element], an int64 scalar: the sum of (bits of the element + 1) x
+    weight of its block x weight of its index in the block, modulo 2^64. first: the index of the first element in the
+    flattened tensor."""
     bits, total = values.view(BITS[values.element_size()]), torch.zeros((), dtype=torch.int64, device=values.device)
     index_weights = _weight(torch.arange(BLOCK, device=values.device))
     head = min(len(bits), -first % BLOCK)  # elements before the first full block
@@ -70,6 +71,7 @@ def _contiguous_sum(values: Tensor, first: int) -> Tensor:
     for start, stop in ((0, head), (head + blocks * BLOCK, len(bits))):
         if start < stop:
             block, offset = divmod(first + start, BLOCK)
+            # + 1: elements of value 0 count too
             block_sum = ((bits[start:stop].long() + 1) * index_weights[offset : offset + stop - start]).sum()
             total = total + block_sum * _weight(torch.tensor(block, device=values.device))
     whole = bits[head : head + blocks * BLOCK].view(blocks, BLOCK)

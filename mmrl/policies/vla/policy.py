@@ -155,14 +155,16 @@ class VisionLanguageActionPolicy:
         self.normalizer, self.state_statistics, self._warned_of_ranges = normalizer, state_statistics, False
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         labels = action.labels
+        # texts in the prompt that call an action good or bad; empty: prompts have none
         self.advantage_labels = ("", "") if labels is None else (labels.good, labels.bad)
         self._last_counters = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
         tally = Tally()
-        CallMeter(network, tally)  # hooks itself into the network and adds the operations of calls to the tally
+        CallMeter(network, tally)  # hooks itself into the network and adds the FLOPs of its calls to the tally
         # `_play` calls parts of the network, not the network itself, so it needs a meter of its own
         self._play_meter, self.work = CallMeter(None, tally), PolicyWork([tally], count_units)
-        # whether rollouts store encoded prefixes instead of images: they never change if the backbone is frozen
+        # whether rollouts store encoded prefixes instead of images: with a frozen backbone they never change, and one
+        # layer of them is small enough to be stored
         self.caches_prefixes = network.backbone.frozen and network.head.last_layer_only
 
     @property

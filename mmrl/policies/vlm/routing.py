@@ -112,8 +112,12 @@ class Routing:
     def _set_layer_routes(
         self, number: int, layer: nn.Module, args: Inputs, kwargs: dict[str, Any]
     ) -> tuple[Inputs, Any]:
-        """Pre-hook of layer `number`: takes the layer's routes out of its arguments. When gradient checkpointing
-        recomputes the layer, its arguments are the same as before; an attribute could hold routes of a later pass."""
+        """Takes the experts that were recorded for each token, [row, token, layer, k], out of the layer's arguments and
+        stores those of this layer, [row x token, k], for its router. A pre-hook of layer `number`.
+
+        They come as arguments, because gradient checkpointing recomputes a layer with the arguments that it had; the
+        attributes of this object may then belong to a later pass.
+        """
         routes = kwargs.get(ROUTES)
         self.layer_routes = None if routes is None else routes[:, :, number].flatten(0, 1)
         return args, {name: value for name, value in kwargs.items() if name != ROUTES}

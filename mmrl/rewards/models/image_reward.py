@@ -47,7 +47,7 @@ class ImageReward:
 
         state = read_weights(weights)
         self.vision, self.text = _vision_encoder(with_prefix(state, "blip.visual_encoder.")), _text_encoder(state)
-        self.head = linear_chain(with_prefix(state, "mlp.layers."), None, f"{weights}: mlp.layers")
+        self.head = linear_chain(with_prefix(state, "mlp.layers."), activation=None, label=f"{weights}: mlp.layers")
         self.processor, self.device = _processor(self.vision.config.image_size), device
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer)

@@ -62,12 +62,13 @@ def normalize_text(text: str) -> str:
     return " ".join(normalize_case(text).split())
 
 
-def _format_fraction(digit: str, character: str, fraction: str) -> str:
-    """Formats a fraction character after an optional whole digit: 2\xbd becomes 2 1/2."""
+def _format_fraction(digit: str, character: str, template: str) -> str:
+    """Formats a fraction character after an optional whole digit: 2 and the character for one half become 2 1/2.
+    template: a format string of numerator and denominator, such as {}/{}."""
     # NFKC of \xbd is 1, a fraction slash and 2; the character \u215f (1/) has no denominator
     numerator, _, denominator = unicodedata.normalize("NFKC", character).partition("\u2044")
-    space = " " if digit and "/" in fraction else ""  # 2 1/2, but no space before LaTeX's \frac
-    return f"{digit}{space}{fraction.format(numerator, denominator)}" if denominator else f"{digit}{numerator}/"
+    space = " " if digit and "/" in template else ""  # 2 1/2, but no space before LaTeX's \frac
+    return f"{digit}{space}{template.format(numerator, denominator)}" if denominator else f"{digit}{numerator}/"
 
 
 class Characters(dict[int, str]):

@@ -268,7 +268,9 @@ def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             if sum(member.file_size for member in archive.infolist()) > max_bytes:
-                raise ValueError(f"the npz unpacks to more than {max_bytes} bytes")
+                raise ValueError(
+                    f"the request's npz unpacks to more than {max_bytes} bytes; send fewer samples at once"
+                )
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             contents = {name: arrays[name] for name in arrays.files}
     except zipfile.BadZipFile as error:

@@ -113,8 +113,9 @@ def ocr(*, threads: int = 1) -> Reward:
     read_lines = reader(threads)
 
     def reward(sample: Sample) -> float | None:
-        """Returns 1 - d / n: d adds up each requested text's edit distance to the text in the image (of several texts,
-        also to its lines), n counts their letters. None for NaN or inf; raises UserError if no text is requested."""
+        """Returns 1 - d / n. d is the sum of the edit distances of the requested texts to the text that is read in the
+        image; if several texts are requested, each may match one line of it instead. n is the number of their letters.
+        Returns None for an image with NaN or inf. Raises UserError if no text is requested."""
         requested = [letters for text in _requested_texts(sample) if (letters := _letters(text))]
         if not requested:
             raise UserError(

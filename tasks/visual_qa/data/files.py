@@ -75,6 +75,7 @@ def file_rows(path: Path, parquet_gib: float) -> Rows:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of questions")
+    # suffix_of ignores a final .gz; a Parquet file cannot be compressed a second time
     if (suffix := suffix_of(path)) == ".jsonl":
         return _JsonLines(path)
     if path.suffix == ".parquet":

@@ -128,6 +128,7 @@ class Fields:
         for key, value in row.items():
             check_value(key, str(key))
             check_value(value, str(key))
+        # options follow the question, an index becomes a letter, and images of several columns become one list
         row = self.columns.merge(row, self.problem, self.images, self.answer)
         question = self._question(self._required(row, self.problem, "problem_field"))
         # The answer is the value of its column, or without one the assistant's reply in the messages.
@@ -135,6 +136,7 @@ class Fields:
         if answer is None or value_of(row, self.answer) is not None:
             answer = self._required(row, self.answer, "answer_field")
         check_finite(answer, self.answer)
+        # messages may hold paths of their own; other markers take the values of the column in order
         images = fill_markers(question.images, self._as_list(row, self.images, "image_field"))
         videos = fill_markers(question.videos, self._as_list(row, self.videos, "video_field"))
         if MARKER in question.text or VIDEO_MARKER in question.text:

@@ -43,6 +43,7 @@ class LatentHead(DiagonalGaussianHead):
         self.exits = settings.steps - 1 if settings.early_exit else 0
         # Outputs: mean of the next latent (reason), mean of the actions (layers), logit of an exit (leave). These are
         # names of parameters in saved policies.
+        # the latents that were sampled so far, each with a flag that says whether it exists
         inputs = width + self.state_dim + self.steps * (self.latent_dim + 1)
         sizes = [inputs, *[settings.width] * settings.layers]
         self.reason = perceptron(sizes, self.latent_dim)
