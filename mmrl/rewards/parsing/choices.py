@@ -83,13 +83,15 @@ class OptionLetterReader:
     def _named_letters(self, text: str, begin: int) -> list[str]:
         """Returns the option letters that a text names from index `begin` on, up to the first reason that follows one
         of them."""
-        first = next((position for position, _ in self._standalone_letters(text, begin)), None)
-        if first is None:
-            return []
-        reason = _REASON.search(text, first)
-        end = len(text) if reason is None else reason.start()
-        letters = (letter for position, letter in self._standalone_letters(text, begin) if position < end)
-        return list(dict.fromkeys(letters))
+        letters: dict[str, None] = {}
+        end = len(text)
+        for position, letter in self._standalone_letters(text, begin):
+            if not letters and (reason := _REASON.search(text, position)) is not None:
+                end = reason.start()
+            if position >= end:
+                break
+            letters[letter] = None
+        return list(letters)
 
     def _standalone_letters(self, text: str, begin: int) -> Iterator[tuple[int, str]]:
         """Yields the option letters that stand alone in a text from index `begin` on, as capitals, each with its index;
