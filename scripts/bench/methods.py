@@ -85,6 +85,7 @@ OPTIONS = {
     "sequence_mask": "bound: 0.3",
     "stored_steps": "steps: 32",
     "stratified": "by: length",
+    "section_credit": "sections: [{end: ' ', weight: 2}]",
     "task_quotas": "by: kind",
     "token_budget": "budget: 400",
     "view_contrast": "view: blank",

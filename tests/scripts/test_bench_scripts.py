@@ -413,9 +413,9 @@ def test_animations_show_every_evaluation_and_every_frame(tmp_path):
         imageio.v3.imwrite(tmp_path / f"{name}.gif", [np.full((32, 32, 3), shade, np.uint8) for shade in shades])
     episodes.animate(tmp_path / "arm.gif", [tmp_path / "short.gif"], [tmp_path / "long.gif"])
     with Image.open(tmp_path / "arm.gif") as seen:
-        assert (seen.size, seen.n_frames) == ((16, 2 * (16 + episodes.LABEL)), 3)
-        below = 16 + 2 * episodes.LABEL + 8
-        assert [colors(seen, 2, (8, y))[0] for y in (episodes.LABEL + 8, below)] == pytest.approx([80, 240], abs=9)
+        assert (seen.size, seen.n_frames) == ((32, 2 * (32 + episodes.LABEL)), 3)
+        below = 32 + 2 * episodes.LABEL + 16
+        assert [colors(seen, 2, (16, y))[0] for y in (episodes.LABEL + 16, below)] == pytest.approx([80, 240], abs=9)
 
 
 def colors(animation, time, place):
