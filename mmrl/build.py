@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Container
@@ -36,7 +37,7 @@ from mmrl.protocols.teachers import Taught
 from mmrl.settings import SettingsError, locate, sections_in
 from mmrl.tasks.settings import TaskSettings
 
-CHECKED_PROMPTS = 8  # training prompts, evenly spread, whose metadata are compared with the needed columns
+CHECKED_PROMPTS = 8  # most training prompts, evenly spread, whose metadata are compared with the needed columns
 
 
 def build_task(config: Config) -> Task:
@@ -56,7 +57,7 @@ def build_task(config: Config) -> Task:
         check_turns(config, task)
         columns = [(key, column) for key, needs in config.algorithm.parts() for column in needs.columns]
         if columns and task.train is not None:
-            for row in range(0, len(task.train), max(1, len(task.train) // CHECKED_PROMPTS)):
+            for row in range(0, len(task.train), math.ceil(len(task.train) / CHECKED_PROMPTS)):
                 metadata = task.train[row].metadata
                 for key, column in columns:
                     check_column(key, column, task.reward_names, metadata, paired=config.rollout.paired)

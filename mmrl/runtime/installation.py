@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement  # workers of simulators run where it is not installed
 
 DISTRIBUTION = "mmrl-train"
+DEVELOPMENT_EXTRA = "dev"
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -22,18 +23,26 @@ def extra_command(*extras: str) -> str:
 
 
 def extra_with(package: str) -> str | None:
-    """Returns the name of an extra of mmrl that installs a package, by the package's import name; None if none does."""
+    """Returns the extra that installs a package, whose distribution has the same name as its module; None if none
+    does."""
     from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
 
-    extras = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
-    for requirement in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []):
-        if canonicalize_name(requirement.name) != canonicalize_name(package) or requirement.marker is None:
-            continue
-        for extra in extras:
-            if extra != "dev" and requirement.marker.evaluate({"extra": extra}):
-                return str(extra)
-    return None
+    declared = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
+    extras = (extra_that_requires(r) for r in declared if canonical_name(r.name) == canonical_name(package))
+    return next((extra for extra in extras if extra not in (None, DEVELOPMENT_EXTRA)), None)
+
+
+def extra_that_requires(requirement: Requirement) -> str | None:
+    """Returns the extra of mmrl that has a requirement; None if mmrl itself has it."""
+    if requirement.marker is None:
+        return None
+    names = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    return next((name for name in names if requirement.marker.evaluate({"extra": name})), None)
+
+
+def canonical_name(package: str) -> str:
+    """Returns a package's name in lower case with hyphens, in which names are compared."""
+    return package.lower().replace("_", "-").replace(".", "-")
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:

@@ -296,20 +296,13 @@ class Preparation:
         if rollouts.filler is not None:
             advantages = advantages.masked_fill(rollouts.filler[:, None], 0.0)
         if algorithm.shapers:
-            shapeable = self._shapeable(batch)[:, None]
+            shapeable = batch.scored()[:, None]
             for i, shaper in enumerate(algorithm.shapers):
                 shaped = shaper.shape(advantages, batch)
                 check_values(f"algorithm.shaping.{i} ({shaper.type})", shaped, shape, finite=True)
                 advantages = shaped.where(shapeable, advantages)
         rollouts.advantages = advantages
         self._mask_decisions(batch)
-
-    @staticmethod
-    def _shapeable(batch: Batch) -> Tensor:
-        """Returns which rollouts shapers may change, [rollout] bool: those that were scored, without the fillers of an
-        incomplete batch."""
-        scored = batch.local(batch.combined_rewards()).isfinite()
-        return scored if batch.rollouts.filler is None else scored & ~batch.rollouts.filler
 
     def _mask_decisions(self, batch: Batch) -> None:
         """Applies the masks of decisions: they exclude decisions from the whole loss, or, with `of: objective`, from

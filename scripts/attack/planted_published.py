@@ -101,7 +101,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("inversion: the right letters are asked for", INVERTED, "if letter not in right]:", "if letter in right]:", SOURCES),
     ("inversion: the question stays", INVERTED, "merged[problem] += INVERSION", "pass", SOURCES),
     ("inversion: every question", INVERTED, "< self.inverted * 2**32", "<= self.inverted * 2**40", SOURCES),
-    ("inversion: held-out questions too", "tasks/visual_qa/settings.py", "return train, FileSource(self.eval, **reading)", "return train, FileSource(self.eval, **reading, inverted=self.inverted)", SOURCES),
+    ("inversion: held-out questions too", "tasks/visual_qa/settings.py", "opened(self.eval, True)", "opened(self.eval, False)", SOURCES),
     ("support: tokens are the sampling policy's", TEACHERS, "with context.weights(self.weights_used):", "with context.weights(\"sampling\"):", SUPPORT),
     ("support: likelihoods are the sampling policy's", TEACHERS, "context.replayed(changed, name, self.weights_used)", "context.replayed(changed, name, \"sampling\")", SUPPORT),
     ("support: of positive advantages", "mmrl/terms/losses/support.py", "micro.advantages < 0", "micro.advantages > 0", SUPPORT),

@@ -9,7 +9,7 @@ P, L, H, W = (
     "mmrl/rewards/services/http.py",
     "mmrl/engine/launcher.py",
 )
-T, Z, G, N = "sims/turns/tools.py", "sims/turns/images.py", "mmrl/rewards/guarded.py", "mmrl/engine/interruption.py"
+T, Z, G, N = "sims/turns/tools.py", "sims/turns/images.py", "mmrl/runtime/timed_calls.py", "mmrl/engine/interruption.py"
 R, E, D, Q = (
     "mmrl/report/run.py",
     "sims/turns/processes.py",

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from mmrl.rewards.guarded import TimedCalls, TimeLimit
 from mmrl.rollouts import Message, Prompt
+from mmrl.runtime.timed_calls import TimedCalls, TimeLimit
 from mmrl.sims.turns.dialogue import Fault
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import EnvironmentSettings

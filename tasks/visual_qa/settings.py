@@ -277,10 +277,10 @@ class RowsData(RowReading):
             raise ValueError("inverted needs options_field, the column of the questions' options")
         return self
 
-    @property
-    def _reading(self) -> dict[str, Any]:
-        """The arguments of `FileSource` and `HuggingFaceSource` that these settings give for held-out rows."""
+    def _reading(self, *, held_out: bool) -> dict[str, Any]:
+        """Returns the arguments of `FileSource` and `HuggingFaceSource` for training rows or held-out ones."""
         return {
+            "inverted": 0.0 if held_out else self.inverted,
             "image_field": self.image_field,
             "options_field": self.options_field,
             "problem_field": self.problem_field,
@@ -307,9 +307,11 @@ class FilesData(RowsData):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.files import FileSource
 
-        reading = self._reading | {"parquet_gib": self.parquet_gib}
-        train = None if self.train is None else FileSource(self.train, **reading, inverted=self.inverted)
-        return train, FileSource(self.eval, **reading)
+        def opened(file: Path, held_out: bool) -> Source:
+            """Opens a file of questions."""
+            return FileSource(file, parquet_gib=self.parquet_gib, **self._reading(held_out=held_out))
+
+        return None if self.train is None else opened(self.train, False), opened(self.eval, True)
 
 
 class HuggingFaceData(RowsData):
@@ -330,13 +332,13 @@ class HuggingFaceData(RowsData):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
 
-        def split(name: str, inverted: float = 0.0) -> Source:
+        def split(name: str, held_out: bool) -> Source:
             """Opens a split of the dataset."""
-            reading = {**self._reading, "inverted": inverted}
+            reading = self._reading(held_out=held_out)
             return HuggingFaceSource(self.name, name, options=self.options, stream=self.stream, **reading)
 
-        train = None if self.train_split is None else split(self.train_split, self.inverted)
-        return train, split(self.eval_split)
+        train = None if self.train_split is None else split(self.train_split, False)
+        return train, split(self.eval_split, True)
 
 
 class ConversationRows(RowReading):

@@ -181,3 +181,17 @@ def test_reports_are_kept_together(parts):
     batch.report({"a": 1.0})
     batch.report({"b": 2.0})
     assert batch.reports == {"a": 1.0, "b": 2.0}
+
+
+def test_what_was_not_scored_and_what_fills_up_a_batch_is_not_learned_from(parts):
+    """Of the first rank's two rollouts one is unscored; of the second's three one is a filler and one is masked."""
+    parts[0].rewards = torch.tensor([[1.0, NAN], [0.0, 2.0]])
+    parts[1].rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [5.0, 1.0]])
+    parts[1].filler = torch.tensor([True, False, False])
+
+    def scored(batch):
+        if len(batch.rollouts) == 3:
+            batch.rollout_mask[2] = False
+        return batch.scored().tolist()
+
+    assert together(scored, *parts) == [[False, True], [False, True, False]]

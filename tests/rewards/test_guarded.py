@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from mmrl.errors import UserError, describe_error
-from mmrl.rewards import RewardSet, RewardSpec, guarded
+from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rewards.services.failures import Failure, Failures
 from mmrl.rewards.types import to_scores
 from mmrl.rollouts import Prompt, Sample
+from mmrl.runtime import timed_calls
 
 HERE = "tests.rewards.hostile"
 BY_WORD, BATCH, LAZY = f"{HERE}:by_word", f"{HERE}:Batch", f"{HERE}:Lazy"
@@ -58,7 +59,7 @@ def test_what_takes_too_long_costs_its_sample(word):
 
 
 def test_a_thread_that_spins_ends_and_one_that_cannot_be_ended_is_left(monkeypatch):
-    monkeypatch.setattr(guarded, "MAX_STUCK", 1)
+    monkeypatch.setattr(timed_calls, "MAX_STUCK", 1)
     _, own = scores("spin", "spin", "spin")
     assert not own._calls._stuck and own.failures.causes == {"deadline": 3}
     with pytest.raises(UserError, match="reward 'own': 2 of its calls passed the deadline of .* set isolated: true"):
@@ -173,7 +174,7 @@ import os, sys, time
 
 os.register_at_fork(after_in_child=lambda: time.sleep(float(sys.argv[1])))  # before all others
 
-from mmrl.rewards.guarded import CallingThread
+from mmrl.runtime.timed_calls import CallingThread
 
 def reward(sample):
     pid = os.fork()

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 from mmrl.runtime import installation
-from mmrl.runtime.installation import extra_command
+from mmrl.runtime.installation import extra_command, extra_with
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,3 +31,9 @@ def test_of_a_wheel_the_packages_are_named(tmp_path, monkeypatch):
 def test_the_distribution_is_this_one():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == installation.DISTRIBUTION
     assert installation.CHECKOUT == ROOT
+
+
+def test_the_extra_that_installs_a_package_is_known_by_the_packages_name():
+    """mani_skill is written mani-skill in its requirement; torch is of mmrl itself, mypy of the extra dev alone."""
+    extras = [extra_with(name) for name in ("diffusers", "mani_skill", "torch", "mypy", "nowhere")]
+    assert extras == ["diffusion", "maniskill", None, None, None]

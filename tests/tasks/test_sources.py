@@ -683,3 +683,14 @@ def test_inversion_needs_options():
     data = "task.data={type: files, eval: rows.jsonl, inverted: 0.5}"
     with pytest.raises(UserError, match="inverted needs options_field"):
         load(ROOT / "configs/vlm/visual_qa_geometry3k.yaml", [data, "model.path=x"])
+
+
+def test_splits_of_a_dataset_are_inverted_in_training_alone(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"problem": f"Question {i}?", "options": ["yes", "no"], "answer": "A"} for i in range(8)]
+    split = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "saved")
+    data = f"task.data={{type: huggingface, name: {tmp_path}/saved, options_field: options, inverted: 1}}"
+    task = load(ROOT / "configs/vlm/visual_qa_geometry3k.yaml", [data, "model.path=x"]).task.build(0)
+    assert [prompt.answer for prompt in task.train] == ["B"] * 8
+    assert [prompt.answer for prompt in task.evaluation] == ["A"] * 8

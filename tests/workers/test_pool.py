@@ -123,7 +123,7 @@ def test_likelihoods_that_come_along_are_those_of_the_weights_that_drew(tmp_path
     ],
 )
 def test_a_worker_that_is_lost_later_goes_on_with_the_weights_of_then(
-    tmp_path, threads, monkeypatch, evaluations, counts
+    tmp_path, threads, monkeypatch, capsys, evaluations, counts
 ):
     plain = run(tmp_path / "plain", "steps=3", *evaluations, base=IMAGES)
     asked, ask = [], Handle.ask
@@ -131,11 +131,12 @@ def test_a_worker_that_is_lost_later_goes_on_with_the_weights_of_then(
     def losing(handle, message, seconds, shared=()):
         asked.append("rollout" in decode(message))
         if asked[-1] and sum(asked) == 2:
-            raise Lost("it ended")
+            raise Lost("it ended, saying \x1b[2J")
         return ask(handle, message, seconds, shared)
 
     monkeypatch.setattr(Handle, "ask", losing)
     alike(plain, run(tmp_path / "apart", "steps=3", *evaluations, ONE, base=IMAGES))
+    assert "rollout worker 0: it ended, saying \\x1b[2J; restarting it" in capsys.readouterr().out  # escaped
     for name in ("generation/restarts", "generation/asked_again"):
         told = Counter()
         for row in metrics(tmp_path / "apart"):

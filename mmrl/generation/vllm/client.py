@@ -19,7 +19,7 @@ from urllib3.connection import HTTPConnection
 
 from mmrl.errors import UserError
 from mmrl.generation.vllm.api_key import KEY
-from mmrl.rewards.guarded import TimeLimit, call_in_time
+from mmrl.runtime.timed_calls import TimeLimit, call_in_time
 
 PAUSE, LONGEST_PAUSE = 0.5, 5.0  # seconds between two attempts: the first pause, and the longest one
 ATTEMPTS = 3  # maximum attempts of a request that a running server fails to answer

@@ -163,8 +163,8 @@ class VisionLanguageActionPolicy:
         CallMeter(network, tally)  # hooks itself into the network and adds the FLOPs of its calls to the tally
         # `_play` calls parts of the network, not the network itself, so it needs a meter of its own
         self._play_meter, self.work = CallMeter(None, tally), PolicyWork([tally], count_units)
-        # whether rollouts store encoded prefixes instead of images: with a frozen backbone they never change, and one
-        # layer of them is small enough to be stored
+        # Whether rollouts store encoded prefixes instead of images. With a frozen backbone prefixes never change, and a
+        # head that reads only their last layer leaves little to store.
         self.caches_prefixes = network.backbone.frozen and network.head.last_layer_only
 
     @property

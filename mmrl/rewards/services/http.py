@@ -26,9 +26,9 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.rewards.guarded import TimeLimit, call_in_time
 from mmrl.rewards.types import Score, as_pil
 from mmrl.rollouts import Prompt, Sample, Spans, Video
+from mmrl.runtime.timed_calls import TimeLimit, call_in_time
 
 JSON, NPZ = "application/json", "application/x-npz"
 BACKOFF_S = (0.5, 8.0)  # seconds before the first retry, and the maximum; doubled at each retry

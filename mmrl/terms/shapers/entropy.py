@@ -223,9 +223,7 @@ class TokenBaseline(Shaper):
         rollouts = batch.rollouts
         assert rollouts.old_logp is not None and rollouts.old_square_sum is not None
         # an unscored rollout has the advantage 0, which is no reward to compare with
-        used = rollouts.mask & batch.local(batch.combined_rewards()).isfinite()[:, None]
-        if rollouts.filler is not None:
-            used = used & ~rollouts.filler[:, None]
+        used = rollouts.mask & batch.scored()[:, None]
         squared_gradient = (1 - 2 * rollouts.old_logp.exp() + rollouts.old_square_sum).where(used, 0)
         weight = squared_gradient.cumsum(1).where(used, 0)
         shaped = torch.zeros_like(advantages)

@@ -65,7 +65,7 @@ class ImplicitProcess(Shaper):
         from mmrl.core.credit import leave_one_out_returns
 
         rewards = batch.measured(self.measurement).values
-        scored = batch.rollout_mask & batch.local(batch.combined_rewards()).isfinite()
+        scored = batch.rollout_mask & batch.scored()
         mask = batch.rollouts.mask & scored[:, None]
         self._report(rewards, batch)
         if self.normalise:

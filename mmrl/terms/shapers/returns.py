@@ -41,7 +41,7 @@ class KLReturns(Shaper):
         """Returns the advantages minus the discounted KL penalties from each decision on; [rollout, decision]."""
         from mmrl.core.turns import discounted_returns
 
-        scored = ~batch.local(batch.combined_rewards()).isnan()[:, None]
+        scored = batch.scored()[:, None]
         penalties = discounted_returns(self.kl.costs(batch), self.gamma)
         return advantages - penalties.where(scored & batch.rollouts.mask, 0)
 
@@ -65,7 +65,7 @@ class Whitening(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         """Returns the advantages, [rollout, decision], normalized to mean 0 and variance 1 over the decisions or
         rollouts of all ranks; 0 outside the mask and for unknown rewards."""
-        scored = ~batch.local(batch.combined_rewards()).isnan()[:, None]
+        scored = batch.scored()[:, None]
         mask = batch.rollouts.mask & scored
         values = batch.gather_steps(*self._values_and_mask(advantages, mask))
         if len(values) < 2:

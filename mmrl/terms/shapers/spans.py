@@ -66,7 +66,7 @@ class SpanCredit(SpanShaper):
         group; [rollout, decision]."""
         from mmrl.core.turns import distribute_credit, subtract_group_baseline
 
-        column, scored = batch.measured(self.spans), batch.local(batch.combined_rewards()).isfinite()
+        column, scored = batch.measured(self.spans), batch.scored()
         is_used = (batch.rollout_mask & scored).tolist()
         # rollouts that are masked or not scored have no spans: they get no credit and are in no baseline
         credits = [x if keep else x[:0] for x, keep in zip(self.credit(column, batch), is_used, strict=True)]

@@ -41,11 +41,11 @@ class LatentHead(DiagonalGaussianHead):
         super().__init__(settings, action, action_dim, state_dim)
         self.steps, self.latent_dim, self.latent_std = settings.steps, settings.latent, settings.latent_std
         self.exits = settings.steps - 1 if settings.early_exit else 0
-        # Outputs: mean of the next latent (reason), mean of the actions (layers), logit of an exit (leave). These are
-        # names of parameters in saved policies.
-        # the latents that were sampled so far, each with a flag that says whether it exists
+        # the last summand: the latents that were sampled so far, each with a flag that says whether it exists
         inputs = width + self.state_dim + self.steps * (self.latent_dim + 1)
         sizes = [inputs, *[settings.width] * settings.layers]
+        # Outputs: mean of the next latent (reason), mean of the actions (layers), logit of an exit (leave). These are
+        # names of parameters in saved policies.
         self.reason = perceptron(sizes, self.latent_dim)
         self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
         if self.exits:
