@@ -12,3 +12,15 @@ def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * (share * (1 - share) / n + spread / (4 * n)) ** 0.5
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mean_interval(mean: float, standard_error: float, n: int) -> tuple[float, float]:
+    """Returns the lower and upper end of the 95 % interval of a mean of n values.
+
+    If the standard error is that of values that are all 0 or 1, this is the Wilson interval, which has a width also
+    where all values are equal; otherwise the mean plus and minus 1.96 standard errors.
+    """
+    binary_error = (mean * (1 - mean) / (n - 1)) ** 0.5 if n > 1 and 0 <= mean <= 1 else 0.0
+    if 0 <= mean <= 1 and abs(standard_error - binary_error) < 1e-4 * max(binary_error, 1e-12):
+        return wilson(round(mean * n), n)
+    return mean - 1.96 * standard_error, mean + 1.96 * standard_error

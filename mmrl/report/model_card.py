@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import yaml
 
 from mmrl.errors import UserError
 from mmrl.report.html.page import number, paragraph
-from mmrl.report.records import RunRecord, read_run
+from mmrl.report.intervals import mean_interval
+from mmrl.report.records import Row, RunRecord, read_run
 
 # For each library: the file by which its model folders are recognised, its name, and the code that loads a folder.
 LIBRARIES = (
@@ -19,13 +22,15 @@ LIBRARIES = (
     ("config.json", "transformers", "AutoModelForImageTextToText.from_pretrained({name!r})"),
 )
 # Files of a run that document how its results were made; they are pushed beside the weights.
-EVIDENCE = ("config.yaml", "versions.json", "evaluations.jsonl")
+EVALUATIONS = "evaluations.jsonl"
+EVIDENCE = ("config.yaml", "versions.json", EVALUATIONS)
 
 
 def model_card(run: RunRecord, weights: Path, name: str) -> str:
     """Returns the README of a hub repository called `name` that holds `weights`, a folder of the run."""
     library = next((entry for entry in LIBRARIES if (weights / entry[0]).is_file()), None)
-    sections = [_title(run, weights, name), _results(run), _rewards(run), _loading(library, name), _details(run)]
+    results = [_results(run), _evaluations(run.folder / EVALUATIONS)]
+    sections = [_title(run, weights, name), *results, _rewards(run), _loading(library, name), _details(run)]
     return f"---\n{yaml.safe_dump(_metadata(run, library), sort_keys=False)}---\n\n" + "\n".join(filter(None, sections))
 
 
@@ -49,12 +54,51 @@ def _results(run: RunRecord) -> str:
     if not run.evaluations:
         return ""
     first, last = run.evaluations[0], run.evaluations[-1]
-    names = [name for name in last if name.startswith("evaluation/") and not name.startswith("evaluation/response/")]
-    rows = [
-        f"| {name.removeprefix('evaluation/')} | {number(first.get(name))} | {number(last[name])} |" for name in names
-    ]
+    hidden = ("evaluation/response/", "evaluation/standard_error")  # the interval says the same as the standard error
+    names = [name for name in last if name.startswith("evaluation/") and not name.startswith(hidden)]
+    rows = [f"| {name.removeprefix('evaluation/')} | {_value(first, name)} | {_value(last, name)} |" for name in names]
     head = f"| held out | step {int(first['step'])} | step {int(last['step'])} |\n| --- | --- | --- |\n"
-    return "## Results\n\n" + head + "\n".join(rows) + "\n"
+    return "## Results\n\nBrackets are 95 % intervals.\n\n" + head + "\n".join(rows) + "\n"
+
+
+def _value(row: Row, name: str) -> str:
+    """Returns a metric of an evaluation as text, the accuracy with its 95 % interval."""
+    if name != "evaluation/accuracy" or not {name, "evaluation/n", "evaluation/standard_error"} <= row.keys():
+        return number(row.get(name))
+    low, high = mean_interval(row[name], row["evaluation/standard_error"], round(row["evaluation/n"]))
+    return f"{row[name]:.3f} ({low:.3f} .. {high:.3f})"
+
+
+def _evaluations(file: Path) -> str:
+    """Returns a table of what `mmrl eval` measured, one row for each accuracy; "" if there is no such file.
+
+    Raises UserError if a line of the file is not JSON.
+    """
+    if not file.is_file():
+        return ""
+    rows = []
+    for number_of_line, line in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            measured = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{file}, line {number_of_line} is not JSON: {error}; remove the line") from None
+        rows += [f"| `{' '.join(measured['command'])}` | {what} | {value} |" for what, value in _accuracies(measured)]
+    head = "| command | measured | held out (95 % interval) |\n| --- | --- | --- |\n"
+    return "## Evaluations\n\n" + head + "\n".join(rows) + "\n"
+
+
+def _accuracies(measured: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the accuracies of a line of evaluations.jsonl: what was measured, and the value with its interval.
+
+    measured: has `metrics` by name or, of robots, `found`: success rates by decoding, then by task.
+    """
+    if "evaluation/accuracy" in measured.get("metrics", {}):
+        metrics = measured["metrics"]
+        yield f"accuracy on {round(metrics['evaluation/n'])} prompts", _value(metrics, "evaluation/accuracy")
+    for decoding, tasks in measured.get("found", {}).items():
+        for task, rates in tasks.items():
+            interval = f"({rates['low']:.3f} .. {rates['high']:.3f})"
+            yield f"{task}, {decoding}, {rates['episodes']} episodes", f"{rates['success']:.3f} {interval}"
 
 
 def _rewards(run: RunRecord) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.report.intervals import wilson
+from mmrl.report.intervals import mean_interval, wilson
 
 
 def test_wilson_interval_by_hand():
@@ -12,3 +12,11 @@ def test_wilson_interval_by_hand():
     assert (low, high) == pytest.approx((0.5 - half, 0.5 + half))
     assert wilson(0, 10)[0] == 0.0 and wilson(0, 10)[1] == pytest.approx(0.2775, abs=1e-3)
     assert wilson(10, 10)[1] == 1.0
+
+
+def test_the_interval_of_a_mean_is_wilsons_where_values_are_right_or_wrong():
+    """Of 1, 1, 1, 0 the standard error is sqrt(0.75 * 0.25 / 3); scores of other values have another one."""
+    assert mean_interval(0.75, 0.25, 4) == wilson(3, 4)
+    assert mean_interval(0.75, 0.1, 4) == pytest.approx((0.554, 0.946))
+    assert mean_interval(0.0, 0.0, 8) == wilson(0, 8) and mean_interval(1.0, 0.0, 1) == wilson(1, 1)
+    assert mean_interval(-2.0, 0.5, 4) == pytest.approx((-2.98, -1.02))

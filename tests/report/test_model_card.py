@@ -22,10 +22,11 @@ algorithm: {type: grpo}
 """
 FILES = ["README.md", "config.json", "model.safetensors", "run_config.yaml", "run_versions.json"]
 ROWS = [
-    {"step": 0, "time": 10.0, "evaluation/accuracy": 0.25, "evaluation/standard_error": 0.02},
+    {"step": 0, "time": 10.0, "evaluation/accuracy": 0.25, "evaluation/standard_error": 0.02, "evaluation/n": 9.0},
     {"step": 20, "time": 70.0, "loss": 1.0},
-    {"step": 20, "time": 71.0, "evaluation/accuracy": 0.75, "evaluation/standard_error": 0.03},
+    {"step": 20, "time": 71.0, "evaluation/accuracy": 1.0, "evaluation/standard_error": 0.0, "evaluation/n": 8.0},
 ]
+COMMAND = ["mmrl", "eval", "runs/mine", "seed=4"]
 
 
 @pytest.fixture
@@ -65,9 +66,33 @@ def test_a_card_holds_what_hubs_and_readers_look_for(run, tmp_path):
     assert body.startswith(
         "\n# reader\n\nThe weights of `final/`. mine trains a vision-language model (org/base-model)"
     )
-    assert "| held out | step 0 | step 20 |\n| --- | --- | --- |\n| accuracy | 0.25 | 0.75 |" in body
+    # 0.25 is a mean of scores, +- 1.96 * 0.02; all 8 of 8 are right, Wilson: 8 / (8 + 1.96^2)
+    table = "| held out | step 0 | step 20 |\n| --- | --- | --- |\n"
+    table += "| accuracy | 0.250 (0.211 .. 0.289) | 1.000 (0.676 .. 1.000) |\n| n | 9 | 8 |\n\n## Rewards"
+    assert table in body and "## Evaluations" not in body
     assert "- `exact_match`, weight 2.0" in body and "torch 2.13.0" in body and "seed: 3" in body
     assert "model = AutoModelForImageTextToText.from_pretrained('me/reader')" in body
+
+
+def test_evaluations_of_prompts_and_of_episodes_have_intervals(run, tmp_path):
+    rates = {"success": 0.5, "low": 0.3, "high": 0.72, "episodes": 16}
+    lines = [
+        {"command": COMMAND, "protocol": {}, "metrics": {**ROWS[0], "evaluation/unscored": 0.0}},
+        {"command": COMMAND[:3], "protocol": {}, "found": {"greedy": {"lift": rates}, "sampled": {"push": rates}}},
+    ]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_repository(run, "me/reader", tmp_path / "out")
+    table = card(tmp_path / "out")[1].partition("## Evaluations\n\n")[2].partition("\n\n")[0].splitlines()
+    assert table == [
+        "| command | measured | held out (95 % interval) |",
+        "| --- | --- | --- |",
+        "| `mmrl eval runs/mine seed=4` | accuracy on 9 prompts | 0.250 (0.211 .. 0.289) |",
+        "| `mmrl eval runs/mine` | lift, greedy, 16 episodes | 0.500 (0.300 .. 0.720) |",
+        "| `mmrl eval runs/mine` | push, sampled, 16 episodes | 0.500 (0.300 .. 0.720) |",
+    ]
+    (run / "evaluations.jsonl").write_text(json.dumps(lines[0]) + "\n{")
+    with pytest.raises(UserError, match="evaluations.jsonl, line 2 is not JSON: Expecting .*; remove the line"):
+        write_repository(run, "me/reader", tmp_path / "damaged")
 
 
 @pytest.mark.parametrize(
