@@ -39,11 +39,7 @@ PACKAGES = (
     *("rapidocr-onnxruntime", "ray"),
 )
 VIDEO = '<video src="{}" controls loop muted playsinline></video>'
-STYLE = (
-    "body{font:14px sans-serif;margin:2em}td,th{border:1px solid #ccc;padding:.4em;vertical-align:top}"
-    "table{border-collapse:collapse}img{image-rendering:pixelated;min-height:48px;max-width:320px}"
-    "pre{white-space:pre-wrap;margin:0}"
-)
+STYLE = Path(__file__).parent / "html" / "templates" / "samples.css"
 
 
 @contextmanager
@@ -266,7 +262,7 @@ def write_episode_video(target: Path, episode: Episode, min_width: int = 256, ac
     actions = max(episode.length, intervals) / intervals  # between two frames
     per_second = max(1, round(actions_per_second / actions))
     height, width = (max(1, -(-min_width // episode.frames.shape[2])) * side for side in episode.frames.shape[1:3])
-    outcome = "lost" if episode.lost else "success" if episode.success else "failure"
+    outcome = _outcome(episode)
     video_frames = []
     for number, frame in enumerate(episode.frames):
         page = Image.new("RGB", (width, height + 32), "black")
@@ -316,11 +312,12 @@ def sample_table(
     samples: Sequence[Sample], columns: dict[str, Sequence[float]], video_names: Mapping[int, str] | None = None
 ) -> str:
     """Returns an HTML page with a table of samples. Images are embedded. The columns of the prompts' images and of
-    answers are left out if no prompt has any.
+    answers are left out if no prompt has any. Rows with videos are tiles of a grid.
 
     video_names: the file names of MP4 videos in the page's folder, by index of the sample.
     """
     names = video_names or {}
+    prompts = [sample.prompt for sample in samples]
     shown = {
         "images": any(sample.prompt.images or sample.prompt.videos for sample in samples),
         "prompt": True,
@@ -328,12 +325,15 @@ def sample_table(
     }
     of_prompts = [name for name, is_shown in shown.items() if is_shown]
     heads = "".join(f"<th>{html.escape(h)}</th>" for h in (*of_prompts, "response", *columns))
-    row_spans = run_lengths([sample.prompt for sample in samples])
+    row_spans = [1] * len(prompts) if names else run_lengths(prompts)  # a tile has a prompt of its own
     rows = [
-        _row(s, of_prompts, [v[i] for v in columns.values()], row_spans[i], names.get(i)) for i, s in enumerate(samples)
+        _row(s, of_prompts, {name: v[i] for name, v in columns.items()}, row_spans[i], names.get(i))
+        for i, s in enumerate(samples)
     ]
-    body = f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
-    return f"<!doctype html><meta charset=utf-8><title>samples</title><style>{STYLE}</style>{body}"
+    opening = '<table class="tiles">' if names else "<table>"
+    table = f"{opening}<tr>{heads}</tr>{''.join(rows)}</table>"
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width'><title>samples</title>"
+    return f'<!doctype html>{head}<style>{STYLE.read_text()}</style><div class="samples">{table}</div>'
 
 
 def text_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> str:
@@ -370,27 +370,41 @@ def group_size(prompts: Sequence[Prompt], max_size: int = 16) -> int | None:
     return next(iter(sizes)) if len(sizes) == 1 and 1 < max(sizes) <= max_size else None
 
 
-def _row(sample: Sample, of_prompts: Sequence[str], values: Sequence[float], row_span: int, video: str | None) -> str:
+def _row(
+    sample: Sample, of_prompts: Sequence[str], values: Mapping[str, float], row_span: int, video: str | None
+) -> str:
     """Returns the table row of a sample.
 
-    of_prompts: the columns for the prompt, of images, prompt and answer. values: of the further columns. row_span: the
-    number of rows that the prompt's cells span; 0: an earlier row shows them. video: the file name of the episode's
-    video, if there is one.
+    of_prompts: the columns for the prompt, of images, prompt and answer. values: by name of the further columns.
+    row_span: the number of rows that the prompt's cells span; 0: an earlier row shows them. video: the file name of the
+    episode's video, if there is one.
     """
     image_urls = [data_url(pil_image(sample.image))] if sample.image is not None else []
     image_urls += [] if sample.frames is None else [video_url(sample.frames)]
     response = f"<pre>{html.escape(sample.response)}</pre>"
     content = response if sample.conversation is None else conversation_html(sample.conversation)
     content += "" if video is None else VIDEO.format(html.escape(video))
-    cells = [f"<td>{_images(image_urls)}{content}</td>", *(f"<td>{number:.3g}</td>" for number in values)]
+    cells = [_cell("response", _images(image_urls) + content)]
+    cells += [_cell(name, f"{number:.3g}") for name, number in values.items()]
     if row_span:
         prompt_cells = {
             "images": _images(_prompt_image_urls(sample.prompt)),
             "prompt": f"<pre>{html.escape(_prompt_text(sample))}</pre>",
             "answer": f"<pre>{html.escape(str(sample.prompt.answer))}</pre>",
         }
-        cells[:0] = [f'<td rowspan="{row_span}">{prompt_cells[name]}</td>' for name in of_prompts]
-    return f"<tr>{''.join(cells)}</tr>"
+        cells[:0] = [_cell(name, prompt_cells[name], row_span) for name in of_prompts]
+    outcome = "" if sample.episode is None else f' class="{_outcome(sample.episode)}"'
+    return f"<tr{outcome}>{''.join(cells)}</tr>"
+
+
+def _cell(name: str, content: str, row_span: int = 1) -> str:
+    """Returns a table cell that knows the name of its column, which a grid of tiles shows in place of a head."""
+    span = "" if row_span == 1 else f' rowspan="{row_span}"'
+    return f'<td data-name="{html.escape(name)}"{span}>{content}</td>'
+
+
+def _outcome(episode: Episode) -> str:
+    return "lost" if episode.lost else "success" if episode.success else "failure"
 
 
 def _prompt_image_urls(prompt: Prompt) -> list[str]:

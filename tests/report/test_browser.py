@@ -67,6 +67,34 @@ def test_it_draws_and_asks_the_network_for_nothing(chromium, page, width, scheme
             assert np.abs(scale * np.array(wanted) + start - [point[number] for point in drawn[0]]).max() < 0.02
 
 
+@pytest.mark.parametrize(("width", "columns"), [(1440, 3), (1100, 2), (420, 1)])
+def test_no_row_of_figures_has_a_hole(chromium, page, width, columns):
+    """Widths of the figures of a row, and the gaps of 9 pixels between them, are the width of the page."""
+    script = """[...document.querySelectorAll('.figures')].map((group) => {
+      const rows = {};
+      for (const figure of group.children) {
+        const box = figure.getBoundingClientRect();
+        (rows[Math.round(box.top)] ??= []).push(box.width);
+      }
+      return [group.clientWidth, Object.values(rows)];
+    })"""
+    with opened(chromium, page, width=width) as seen:
+        groups = seen.page.evaluate(script)
+        assert max(len(row) for _, rows in groups for row in rows) == columns
+        assert len({sum(map(len, rows)) % 3 for _, rows in groups}) == 3  # each remainder is tried
+        for total, rows in groups:
+            assert [sum(row) + 9 * (len(row) - 1) for row in rows] == pytest.approx([total] * len(rows), abs=0.5)
+
+
+def test_episodes_are_tiles_in_the_colour_of_their_outcome(chromium, page):
+    with opened(chromium, page) as seen:
+        seen.page.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true })")
+        tile = "document.querySelector('.tiles tr.success')"
+        assert seen.page.evaluate(f"getComputedStyle({tile}).borderTopColor") == "rgb(47, 158, 68)"
+        assert seen.page.evaluate(f"{tile}.querySelector('video').clientWidth") > 200
+        assert seen.page.evaluate("getComputedStyle(document.querySelector('.tiles tr')).display") == "none"  # heads
+
+
 def test_a_scale_says_what_is_drawn(chromium, page):
     """Where the labels of two rows of the grid stand, the line has those values."""
     with opened(chromium, page) as seen:

@@ -81,8 +81,22 @@ def test_the_table_holds_the_images_themselves():
 def test_the_table_puts_each_number_in_its_row():
     page = sample_table([sample(response="first"), sample(response="second")], {"reward": [0.25, float("nan")]})
     rows = page.split("<tr>")[2:]
-    assert "first" in rows[0] and "<td>0.25</td>" in rows[0]
-    assert "second" in rows[1] and "<td>nan</td>" in rows[1]
+    assert "first" in rows[0] and '<td data-name="reward">0.25</td>' in rows[0]
+    assert "second" in rows[1] and '<td data-name="reward">nan</td>' in rows[1]
+
+
+def test_a_table_with_videos_has_a_tile_with_prompt_and_outcome_for_each_episode():
+    """Of two episodes from one start each has the instruction in its tile; the third has no video."""
+    outcomes = ((True, False), (False, False), (False, True))
+    episodes = [Episode("push it", success, success, 5, 0.0, lost=lost) for success, lost in outcomes]
+    samples = [Sample(Prompt("a", "start 3"), episode=episode) for episode in episodes]
+    page = sample_table(samples, {"accuracy": [1.0, 0.0, 0.0]}, {0: "f-000.mp4", 1: "f-001.mp4"})
+    assert re.findall(r'<tr class="(\w+)">', page) == ["success", "failure", "lost"] and '<table class="tiles">' in page
+    tiles = page.split("<tr class=")[1:]
+    assert all("push it" in tile for tile in tiles) and "rowspan" not in page
+    assert [re.findall('video src="(.*?)"', tile) for tile in tiles] == [["f-000.mp4"], ["f-001.mp4"], []]
+    plain = sample_table(samples, {})
+    assert 'rowspan="3"' in plain and "tiles" not in plain.partition("</style>")[2]
 
 
 def test_metrics_go_to_the_file_at_once(run):
@@ -199,7 +213,7 @@ def test_the_table_names_the_videos_beside_it(tmp_path):
     filmed = Sample(Prompt("a", "start"), episode=Episode("reach", True, True, 1, 1.0, frames=frames))
     plain = Sample(Prompt("b", "start"), episode=Episode("reach", False, False, 1, 0.0))
     page, video = write_samples(tmp_path / "s" / "train-000050.html", [plain, filmed], {})
-    rows = page.read_text().split("<tr>")[2:]
+    rows = page.read_text().split("<tr ")[1:]
     assert [f'<video src="{video.name}"' in row for row in rows] == [False, True] and video.name.endswith("-001.mp4")
 
 

@@ -22,6 +22,8 @@ import mmrl.kernels
 from mmrl.cli import control
 from mmrl.cli import main as cli
 from mmrl.config import load
+from mmrl.report.run import write_samples
+from mmrl.rollouts import Prompt, Sample
 from mmrl.settings import plain
 from mmrl.trainer import Trainer
 from scripts.bench import (
@@ -38,7 +40,7 @@ from scripts.bench import (
     visual_qa,
     vllm_learning,
 )
-from scripts.readme import before_after, episodes, learning_curve
+from scripts.readme import answers, before_after, episodes, learning_curve
 from tests.helpers.command_line import ROOT
 
 SCRIPTS = [path for folder in ("bench", "readme") for path in sorted((ROOT / "scripts" / folder).glob("*.py"))]
@@ -416,6 +418,26 @@ def test_animations_show_every_evaluation_and_every_frame(tmp_path):
         assert (seen.size, seen.n_frames) == ((32, 2 * (32 + episodes.LABEL)), 3)
         below = 32 + 2 * episodes.LABEL + 16
         assert [colors(seen, 2, (16, y))[0] for y in (episodes.LABEL + 16, below)] == pytest.approx([80, 240], abs=9)
+
+
+def test_an_animation_of_answers_has_a_card_for_each_prompt_in_its_colour(tmp_path):
+    """A question whose answer becomes right, and beside it one whose answer stays wrong; an image of a sentence."""
+    red, blue = (Image.new("RGB", (20, 10), color) for color in ("red", "blue"))
+    for step, (said, right) in enumerate((("4", 0.0), ("seven", 1.0))):
+        asked = [Sample(Prompt(name, "how many?", (red,), answer="seven"), said) for name in "ab"]
+        write_samples(tmp_path / "samples" / f"evaluation-{step:06d}.html", asked, {"accuracy": [right, 0.0]})
+    answers.animate(tmp_path / "answers.gif", tmp_path, columns=2, rows=1)
+    mark, picture = (12, answers.BAR + answers.TILE[1] - 16), (answers.TILE[0] // 2, answers.BAR + 30)
+    with Image.open(tmp_path / "answers.gif") as seen:
+        assert (seen.size, seen.n_frames) == ((2 * answers.TILE[0], answers.TILE[1] + answers.BAR), 2)
+        assert [colors(seen, time, mark) for time in range(2)] == [answers.WRONG, answers.RIGHT]
+        assert colors(seen, 1, (answers.TILE[0] + mark[0], mark[1])) == answers.WRONG
+        assert colors(seen, 0, picture) == (255, 0, 0)
+    drawn = Sample(Prompt("b", "a blue sky"), image=torch.tensor(np.asarray(blue)).permute(2, 0, 1) / 255)
+    write_samples(tmp_path / "drawn.html", [drawn], {"accuracy": [1.0]})
+    (row,) = answers.read_rows((tmp_path / "drawn.html").read_text())
+    assert (row.prompt, row.response, row.right) == ("a blue sky", "", True)
+    assert answers.tile(row).getpixel(picture) == (0, 0, 255)
 
 
 def colors(animation, time, place):

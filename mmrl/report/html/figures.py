@@ -16,6 +16,7 @@ COLORS = ("#4269d0", "#d1671b", "#2f9e44", "#c2368f", "#7b4fd0", "#0f8b8d", "#a3
 DASHES = ("solid", "dot", "dash", "dashdot")
 Z_95 = 1.96  # standard errors on either side make an interval of 95 %
 
+CONSTANT = "Metrics that did not change"  # of headings that have no figure
 LEARNING, GUARDED, TIMES = "Learning", "Rewards, and the guards beside them", "Time and memory"
 HEADINGS: dict[str, tuple[str, ...]] = {  # with prefixes of the metrics below each
     LEARNING: ("accuracy", "evaluation/accuracy", "evaluation/standard_error", "evaluation/n"),
@@ -50,7 +51,7 @@ class FigureGroup:
 
 def groups(runs: Sequence[RunRecord]) -> list[FigureGroup]:
     """Returns the figures of all metrics of the runs. A metric is under the first heading that has a prefix of its
-    name."""
+    name. Headings without a figure are left out, and their constant metrics are in a last group."""
     names_by_title: dict[str, list[str]] = {title: [] for title in HEADINGS}
     for name in dict.fromkeys(name for run in runs for name in run.names):
         title = next(title for title, prefixes in HEADINGS.items() if name.startswith(prefixes))
@@ -70,11 +71,11 @@ def groups(runs: Sequence[RunRecord]) -> list[FigureGroup]:
         title: {name: constant_values[name] for name in names if name in constant_values}
         for title, names in names_by_title.items()
     }
-    return [
-        FigureGroup(title, charts, constants_by_title[title])
-        for title, charts in figures.items()
-        if charts or constants_by_title[title]
-    ]
+    shown = [FigureGroup(title, charts, constants_by_title[title]) for title, charts in figures.items() if charts]
+    rest = {
+        name: values for title in HEADINGS if not figures[title] for name, values in constants_by_title[title].items()
+    }
+    return [*shown, FigureGroup(CONSTANT, [], rest)] if rest else shown
 
 
 def is_constant(runs: Sequence[RunRecord], name: str) -> bool:

@@ -20,7 +20,8 @@ TITLES = {"evaluation": "Held-out prompts", "train": "Training prompts", "sample
 # run from elsewhere cannot run scripts.
 TAGS = {"table", "tbody", "tr", "th", "td", "div", "pre", "b", "i", "img", "video"}
 VIDEO_ATTRIBUTES = {"src", "controls", "loop", "muted", "playsinline"}
-ATTRIBUTES = {"img": {"src"}, "video": VIDEO_ATTRIBUTES, "b": {"class"}, "td": {"rowspan"}}
+ATTRIBUTES = {"img": {"src"}, "video": VIDEO_ATTRIBUTES, "b": {"class"}, "td": {"rowspan", "data-name"}}
+CLASSES = {"table": {"tiles"}, "tr": {"success", "failure", "lost"}}  # others are removed
 
 
 @dataclass
@@ -139,6 +140,7 @@ def table_of(page: str) -> str:
         page[start:],
         tags=TAGS,
         attributes=ATTRIBUTES,
+        allowed_classes=CLASSES,
         attribute_filter=allowed_attribute,
         url_schemes={"data"},
         link_rel=None,
