@@ -155,17 +155,19 @@ def collect(out: Path = OUT) -> None:
         for name, text in {**made, "README.md": index(folder, made)}.items():
             (out / "reference" / folder / name).write_text(text)
     shutil.copyfile(ROOT / "scripts/pages/theme.css", out / "theme.css")
-    (out / "llms.txt").write_text(llms((ROOT / "mkdocs.yml").read_text()))
+    (out / "llms.txt").write_text(llms((ROOT / "mkdocs.yml").read_text(), (ROOT / "AGENTS.md").read_text()))
 
 
-def llms(config: str) -> str:
-    """Returns llms.txt (llmstxt.org): the pages of the navigation for language models, each with its first sentence.
+def llms(config: str, agents: str) -> str:
+    """Returns llms.txt (llmstxt.org): the commands to begin with, then the pages of the navigation for language models,
+    each with its first sentence.
 
-    config: the text of mkdocs.yml.
+    config: the text of mkdocs.yml; agents: that of AGENTS.md, whose block of commands is copied.
     """
     name, about = (re.search(rf"^{key}: (.+)$", config, flags=re.M) for key in ("site_name", "site_description"))
     assert name is not None and about is not None
-    lines = [f"# {name[1]}", "", f"> {about[1]}", ""]
+    commands = [line for line in agents.splitlines() if line.startswith("    ")]
+    lines = [f"# {name[1]}", "", f"> {about[1]}", "", "Commands to start with:", "", *commands, ""]
     for entry in config.partition("\nnav:\n")[2].splitlines():
         group, page = re.fullmatch(r"  - (.+):", entry), re.fullmatch(r" +- (.+): (\S+\.md)", entry)
         if group is not None:

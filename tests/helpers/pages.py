@@ -1,5 +1,6 @@
 """What pages print: commands, files, overrides; and how a stranger would try them, in recipes that are made small."""
 
+import json
 import os
 import re
 import shlex
@@ -43,6 +44,16 @@ def files(page: Path) -> dict[str, str]:
         if name := re.match(r"# (\w+\.(?:py|yaml))\b", text):
             found[name.group(1)] = text
     return found
+
+
+def fragments(page: Path) -> list[list[str]]:
+    """The parts of configurations that a page gives as YAML without a file name, each as overrides."""
+    blocks = [text for language, text in FENCED.findall(page.read_text()) if language == "yaml"]
+    trees = [yaml.safe_load(filled(text)) for text in blocks if not re.match(r"# \w+\.yaml\b", text)]
+    return [
+        [f"{section}.{key}={json.dumps(value)}" for section, keys in tree.items() for key, value in keys.items()]
+        for tree in trees
+    ]
 
 
 def prose(page: Path) -> str:

@@ -23,6 +23,7 @@ from tests.helpers.pages import (
     SECTIONS,
     files,
     filled,
+    fragments,
     named,
     overrides,
     printed,
@@ -110,13 +111,19 @@ def test_the_pattern_finds_keys():
 
 @every_page
 def test_what_a_page_sets_is_valid_in_some_recipe(page):
-    found = overrides(page) if page.name != "CHANGELOG.md" else []
+    found = [*overrides(page), *fragments(page)] if page.name != "CHANGELOG.md" else []
     assert [given for given in found if not composes(given)] == []
 
 
 def test_an_override_that_no_recipe_takes_is_noticed():
     assert composes(["algorithm.surrogate={type: cispo, high: 0.5}"])
     assert not composes(["algorithm.surrogate={type: cispo, cap: 0.5}"])
+
+
+def test_yaml_without_a_file_name_is_read_as_overrides(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```yaml\n# own.yaml\nsteps: 1\n```\n\n```yaml\ntask:\n  accuracy: {name: math}\n```\n")
+    assert fragments(page) == [['task.accuracy={"name": "math"}']]
 
 
 # --- commands ---
