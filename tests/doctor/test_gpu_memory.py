@@ -233,7 +233,8 @@ def test_suggestions_add_up(monkeypatch):
         return Plan({"all": size * {4: 1.0, 2: 0.8, 1: 0.64}[told["engine"]["micro_batch"]]}, {}, ())
 
     monkeypatch.setattr(memory_plan, "plan_job", shown)
-    make = maker("visual_qa_geometry3k", QWEN3, "model.activation_checkpointing=false")
+    rows = ["engine.micro_batch=4", "engine.micro_tokens=null"]
+    make = maker("visual_qa_geometry3k", QWEN3, "model.activation_checkpointing=false", *rows)
     chosen, found = fit_overrides(make, QWEN3, 8, Gpu.parse("40"), PEAKS)
     assert chosen == ["model.activation_checkpointing=true", "engine.micro_batch=1"] and found.max_bytes == 32 * GIB
 
@@ -298,6 +299,8 @@ def test_a_bound_on_tokens_is_a_bound_on_long_responses():
     assert told["engine.micro_tokens=3072"] == told["engine.micro_batch=1"]
     assert told["engine.micro_tokens=7000"] == told["engine.micro_batch=2"]
     assert told["engine.micro_batch=2"]["activations"] > told["engine.micro_batch=1"]["activations"]
+    shipped = plan_job(maker("visual_qa_geometry3k", QWEN3)(), QWEN3, 8, BIG, PEAKS).training
+    assert shipped == plan_job(make(["engine.micro_tokens=null"]), QWEN3, 8, BIG, PEAKS).training  # four of the longest
     assert "engine.micro_tokens=3500" in memory_saving_overrides(make(["engine.micro_tokens=7000"]), 8)
     assert not [move for move in memory_saving_overrides(make(["engine.micro_tokens=1"]), 8) if "micro_tokens" in move]
 
