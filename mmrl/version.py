@@ -1,3 +1,3 @@
 """The version, where the packaging and the program both find it."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

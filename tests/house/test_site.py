@@ -44,10 +44,13 @@ def test_links_of_pages_lead_to_pages_of_the_site():
 
 
 def test_language_models_get_every_page_with_what_it_is_for():
-    text = collect.llms((ROOT / "mkdocs.yml").read_text())
+    agents = (ROOT / "AGENTS.md").read_text()
+    text = collect.llms((ROOT / "mkdocs.yml").read_text(), agents)
     entries = dict(re.findall(r"^- \[(.+?)\]\((\S+)\)(?:: .+)?$", text, flags=re.M))
     listed = re.findall(r": (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
     assert text.startswith("# mmrl\n\n> Reinforcement-learning") and len(entries) == len(listed)
+    block = agents.partition("\n\n    ")[2].partition("\n\n")[0]
+    assert f"\n\n    {block}\n\n" in text and block.startswith("bash scripts/setup.sh") and block.count("mmrl ") >= 4
     assert sorted(entries.values()) == sorted(f"{page}.html" for page in listed)
     assert "- [Kernels](scripts/bench/kernels.html): " in text and "\n## Robots\n" in text
     for line in (line for line in text.splitlines() if line.startswith("- [") and "reference/" not in line):
@@ -93,4 +96,9 @@ def test_it_builds_without_a_warning_and_not_with_a_broken_link(sources):
 def test_what_is_cited_is_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == VERSION and citation["cff-version"] == "1.2.0"
-    assert citation["license"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"]
+    released = dict(re.findall(r"^## (\S+) \((\d+ \w+ \d{4})\)", (ROOT / "CHANGELOG.md").read_text(), flags=re.M))
+    assert f"{citation['date-released']:%-d %B %Y}" == released[VERSION] == next(iter(released.values()))
+    license_name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"]
+    assert citation["license"] == license_name
+    badges = re.findall(r"<text [^>]*>(.*?)</text>", (ROOT / "scripts/readme/badges.svg").read_text())
+    assert badges[:2] == ["mmrl", VERSION] and badges[5] == license_name
