@@ -18,9 +18,13 @@ def mean_interval(mean: float, standard_error: float, n: int) -> tuple[float, fl
     """Returns the lower and upper end of the 95 % interval of a mean of n values.
 
     If the standard error is that of values that are all 0 or 1, this is the Wilson interval, which has a width also
-    where all values are equal; otherwise the mean plus and minus 1.96 standard errors.
+    where all values are equal; otherwise that of Student's t distribution with n - 1 degrees of freedom. Both ends are
+    the mean if there is one value.
     """
+    from scipy.stats import t  # takes half a second
+
     binary_error = (mean * (1 - mean) / (n - 1)) ** 0.5 if n > 1 and 0 <= mean <= 1 else 0.0
     if 0 <= mean <= 1 and abs(standard_error - binary_error) < 1e-4 * max(binary_error, 1e-12):
         return wilson(round(mean * n), n)
-    return mean - 1.96 * standard_error, mean + 1.96 * standard_error
+    half = float(t.ppf(0.975, n - 1)) * standard_error if n > 1 else 0.0
+    return mean - half, mean + half

@@ -15,11 +15,32 @@ from mmrl.report.html.page import number, paragraph
 from mmrl.report.intervals import mean_interval
 from mmrl.report.records import Row, RunRecord, read_run
 
-# For each library: the file by which its model folders are recognised, its name, and the code that loads a folder.
-LIBRARIES = (
-    ("adapter_config.json", "peft", "PeftModel.from_pretrained(base, {name!r})"),
-    ("model_index.json", "diffusers", "DiffusionPipeline.from_pretrained({name!r})"),
-    ("config.json", "transformers", "AutoModelForImageTextToText.from_pretrained({name!r})"),
+# For each form of a model folder: the file by which it is recognised, the library, and the code that loads it.
+FORMS = (
+    (
+        "adapter_config.json",
+        "peft",
+        "from peft import PeftModel\nfrom transformers import AutoModelForImageTextToText\n\n"
+        "base = AutoModelForImageTextToText.from_pretrained({base!r})\n"
+        "model = PeftModel.from_pretrained(base, {name!r})",
+    ),
+    (
+        "pytorch_lora_weights.safetensors",
+        "diffusers",
+        "from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained({base!r})\n"
+        "pipe.load_lora_weights({name!r})",
+    ),
+    (
+        "model_index.json",
+        "diffusers",
+        "from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained({name!r})",
+    ),
+    (
+        "config.json",
+        "transformers",
+        "from transformers import AutoModelForImageTextToText\n\n"
+        "model = AutoModelForImageTextToText.from_pretrained({name!r})",
+    ),
 )
 # Files of a run that document how its results were made; they are pushed beside the weights.
 EVALUATIONS = "evaluations.jsonl"
@@ -28,17 +49,19 @@ EVIDENCE = ("config.yaml", "versions.json", EVALUATIONS)
 
 def model_card(run: RunRecord, weights: Path, name: str) -> str:
     """Returns the README of a hub repository called `name` that holds `weights`, a folder of the run."""
-    library = next((entry for entry in LIBRARIES if (weights / entry[0]).is_file()), None)
+    form = next((entry for entry in FORMS if (weights / entry[0]).is_file()), None)
+    loading = "" if form is None else _loading(form[2].format(name=name, base=str(run.key("model.path"))))
+    metadata = _metadata(run, None if form is None else form[1])
     results = [_results(run), _evaluations(run.folder / EVALUATIONS)]
-    sections = [_title(run, weights, name), *results, _rewards(run), _loading(library, name), _details(run)]
-    return f"---\n{yaml.safe_dump(_metadata(run, library), sort_keys=False)}---\n\n" + "\n".join(filter(None, sections))
+    sections = [_title(run, weights, name), *results, _rewards(run), loading, _details(run)]
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n" + "\n".join(filter(None, sections))
 
 
-def _metadata(run: RunRecord, library: tuple[str, str, str] | None) -> dict[str, Any]:
-    """Returns the YAML metadata of a card, in the hub's terms. library: see `_loading`; its package is named."""
+def _metadata(run: RunRecord, library: str | None) -> dict[str, Any]:
+    """Returns the YAML metadata of a card, in the hub's terms. library: the package that loads the model."""
     metadata: dict[str, Any] = {"tags": ["mmrl", "reinforcement-learning", str(run.key("algorithm.type"))]}
     if library is not None:
-        metadata["library_name"] = library[1]
+        metadata["library_name"] = library
     base = run.key("model.path")
     if isinstance(base, str) and not Path(base).exists():
         metadata["base_model"] = base
@@ -107,14 +130,9 @@ def _rewards(run: RunRecord) -> str:
     return "## Rewards\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
-def _loading(library: tuple[str, str, str] | None, name: str) -> str:
-    """Returns the model card's section on loading: package and line of code; "" without a library.
-    library: (name, package, line) of the library that loads the model."""
-    if library is None:
-        return ""
-    _, package, line = library
-    imported = line.partition(".")[0]
-    return f"## Loading\n\n```python\nfrom {package} import {imported}\n\nmodel = {line.format(name=name)}\n```\n"
+def _loading(code: str) -> str:
+    """Returns the section on loading. code: Python code that loads the model."""
+    return f"## Loading\n\n```python\n{code}\n```\n"
 
 
 def _details(run: RunRecord) -> str:

@@ -15,8 +15,13 @@ def test_wilson_interval_by_hand():
 
 
 def test_the_interval_of_a_mean_is_wilsons_where_values_are_right_or_wrong():
-    """Of 1, 1, 1, 0 the standard error is sqrt(0.75 * 0.25 / 3); scores of other values have another one."""
+    """Of 1, 1, 1, 0 the standard error is sqrt(0.75 * 0.25 / 3); scores of other values have another one. Tables
+    of Student's t: 3.182 with 3 degrees of freedom, 1.984 with 100."""
     assert mean_interval(0.75, 0.25, 4) == wilson(3, 4)
-    assert mean_interval(0.75, 0.1, 4) == pytest.approx((0.554, 0.946))
+    assert mean_interval(0.75, 0.1, 4) == pytest.approx((0.4318, 1.0682), abs=1e-4)
+    assert mean_interval(0.75, 0.1, 101) == pytest.approx((0.5516, 0.9484), abs=1e-4)
     assert mean_interval(0.0, 0.0, 8) == wilson(0, 8) and mean_interval(1.0, 0.0, 1) == wilson(1, 1)
-    assert mean_interval(-2.0, 0.5, 4) == pytest.approx((-2.98, -1.02))
+    assert mean_interval(-2.0, 0.5, 4) == pytest.approx((-3.591, -0.409), abs=1e-3) and mean_interval(-2, 0, 1) == (
+        -2,
+        -2,
+    )

@@ -66,9 +66,9 @@ def test_a_card_holds_what_hubs_and_readers_look_for(run, tmp_path):
     assert body.startswith(
         "\n# reader\n\nThe weights of `final/`. mine trains a vision-language model (org/base-model)"
     )
-    # 0.25 is a mean of scores, +- 1.96 * 0.02; all 8 of 8 are right, Wilson: 8 / (8 + 1.96^2)
+    # 0.25 is a mean of 9 scores, +- 2.306 * 0.02 (Student's t); all 8 of 8 are right, Wilson: 8 / (8 + 1.96^2)
     table = "| held out | step 0 | step 20 |\n| --- | --- | --- |\n"
-    table += "| accuracy | 0.250 (0.211 .. 0.289) | 1.000 (0.676 .. 1.000) |\n| n | 9 | 8 |\n\n## Rewards"
+    table += "| accuracy | 0.250 (0.204 .. 0.296) | 1.000 (0.676 .. 1.000) |\n| n | 9 | 8 |\n\n## Rewards"
     assert table in body and "## Evaluations" not in body
     assert "- `exact_match`, weight 2.0" in body and "torch 2.13.0" in body and "seed: 3" in body
     assert "model = AutoModelForImageTextToText.from_pretrained('me/reader')" in body
@@ -86,7 +86,7 @@ def test_evaluations_of_prompts_and_of_episodes_have_intervals(run, tmp_path):
     assert table == [
         "| command | measured | held out (95 % interval) |",
         "| --- | --- | --- |",
-        "| `mmrl eval runs/mine seed=4` | accuracy on 9 prompts | 0.250 (0.211 .. 0.289) |",
+        "| `mmrl eval runs/mine seed=4` | accuracy on 9 prompts | 0.250 (0.204 .. 0.296) |",
         "| `mmrl eval runs/mine` | lift, greedy, 16 episodes | 0.500 (0.300 .. 0.720) |",
         "| `mmrl eval runs/mine` | push, sampled, 16 episodes | 0.500 (0.300 .. 0.720) |",
     ]
@@ -96,14 +96,22 @@ def test_evaluations_of_prompts_and_of_episodes_have_intervals(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "file, library, line",
-    [("model_index.json", "diffusers", "DiffusionPipeline"), ("adapter_config.json", "peft", "PeftModel")],
+    ("file", "library", "line"),
+    [
+        ("model_index.json", "diffusers", "pipe = DiffusionPipeline.from_pretrained('me/reader')"),
+        ("pytorch_lora_weights.safetensors", "diffusers", "pipe.load_lora_weights('me/reader')"),
+        ("adapter_config.json", "peft", "model = PeftModel.from_pretrained(base, 'me/reader')"),
+    ],
 )
 def test_the_library_is_read_from_the_folder(run, tmp_path, file, library, line):
     (run / "final" / file).write_text("{}")
     write_repository(run, "me/reader", tmp_path / "out")
     head, body = card(tmp_path / "out")
-    assert head["library_name"] == library and f"from {library} import {line}\n" in body
+    code = body.partition("```python\n")[2].partition("\n```")[0]
+    assert head["library_name"] == library and code.startswith(f"from {library} import ") and code.endswith(line)
+    compile(code, file, "exec")
+    if "lora" in file or "adapter" in file:  # they are added to their base
+        assert ".from_pretrained('org/base-model')\n" in code
 
 
 def test_a_base_in_a_folder_of_this_machine_is_no_base_of_a_hub(run, tmp_path):
