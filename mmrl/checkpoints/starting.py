@@ -86,8 +86,8 @@ def check_starts_again(folder: Path, config: Tree) -> None:
         raise UserError(f"run_dir={folder} holds a run whose config.yaml cannot be read; name another run_dir")
     for key, (old, new) in differences(before, config, MAY_CHANGE).items():
         raise UserError(
-            f"run_dir={folder} holds a run in which {key} is {old!r}, not {new!r}; set {key} to its old value, or name "
-            "another run_dir"
+            f"run_dir={folder} holds a run without a checkpoint in which {key} is {old!r}, not {new!r}; set {key} to "
+            "its old value, remove the folder, or name another run_dir"
         )
 
 

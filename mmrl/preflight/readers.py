@@ -65,11 +65,13 @@ def probe_lengths(prompts: Sequence[Prompt], count_tokens: Callable[[str], int],
     count_tokens: returns the number of tokens of a text. limit: rollout.max_response_length.
     """
     golds = [prompt for prompt in prompts if prompt.answer is not None]
-    too_long = [prompt for prompt in golds if min(count_tokens(text) for text in gold_strings(prompt.answer)) >= limit]
+    sizes = [min(count_tokens(text) for text in gold_strings(prompt.answer)) for prompt in golds]
+    too_long = [prompt for prompt, size in zip(golds, sizes, strict=True) if size >= limit]
     if too_long:
         yield Alarm(
             "rewards",
             "warned",
             f"the gold of {len(too_long)} of {len(golds)} rows, such as {abbreviate(p.id for p in too_long)}, has at "
-            f"least rollout.max_response_length={limit} tokens, so that no response can contain it; raise that key",
+            f"least rollout.max_response_length={limit} tokens, so that no response can contain it; raise that key to "
+            f"at least {max(sizes) + 1}: the longest of these golds, and the end token",
         )

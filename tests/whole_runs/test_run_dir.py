@@ -132,7 +132,7 @@ def test_half_a_run_of_another_configuration_is_not_overwritten(tmp_path):
     run = tmp_path / "run"
     stopped(run, signal.SIGKILL, "checkpoint.every=100")
     rows = metrics(run)
-    says = "holds a run in which optim.eps is 0.0001, not 0.1; set optim.eps to its old value, or name another run_dir"
+    says = "a run without a checkpoint in which optim.eps is 0.0001, not 0.1; set optim.eps to its old value, remove"
     assert says in ends(run, "optim.eps=0.1", code=2)
     assert metrics(run) == rows
 
