@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -57,6 +58,55 @@ def installed(wheel, home):
     others = [path for path in sys.path if "site-packages" in path]
     (inside / "others.pth").write_text("\n".join(dict.fromkeys([*packages, *others])) + "\n")
     return python
+
+
+def interpreter(version):
+    """A Python of this version on this machine, one of pyenv included; skips the test where there is none."""
+    installed = [Path(f"python{version}"), *Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python")]
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    for python in map(str, installed):
+        if shutil.which(python) is not None:
+            done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+            if done.stdout.strip() == version:  # a shim of pyenv may find no version behind it
+                return python
+    pytest.skip(f"no Python {version} here")
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_it_works_under_other_versions_of_python(wheel, tmp_path, version):
+    """With all packages that it needs, as uv installs them; the other tests run on Python 3.11."""
+    uv = shutil.which("uv") or str(ROOT / ".venv/uv/bin/uv")
+    home = tmp_path / "environment"
+    subprocess.run([uv, "venv", "--quiet", "--python", interpreter(version), home], check=True, env=CLEAN)
+    install = [
+        uv,
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        home / "bin/python",
+        "--constraint",
+        ROOT / "constraints.txt",
+    ]
+    done = subprocess.run([*install, wheel], capture_output=True, text=True, env=CLEAN)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    def run(*words, good=(0,)):
+        command = [home / "bin/mmrl", *words]
+        quiet = CLEAN | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=quiet, capture_output=True, text=True)
+        assert done.returncode in good, (words, done.stdout[-2000:] + done.stderr[-2000:])
+        return done.stdout
+
+    assert f"python                 {version}." in run("doctor", good=(0, 1))
+    run("new", "reward", "MyReward")
+    run("train", "my_reward.yaml", "steps=1", "evaluation.prompts=4")
+    run("train", "image_digits_perceptron", "steps=1", "evaluation.prompts=4", *untrained("image_digits_perceptron"))
+    run("report", "runs/my_reward")
+    assert (tmp_path / "runs/my_reward/final").is_dir() and (
+        tmp_path / "runs/my_reward/report.html"
+    ).stat().st_size > 2e4
+    assert "0.28" in run("config", "algorithm.surrogate.high") and "DAPO" in run("methods", "clip")
 
 
 def untrained(recipe):
