@@ -175,8 +175,13 @@ def llms(config: str, agents: str) -> str:
         elif page is not None:
             title, path = page[1].strip('"'), page[2]
             about_page = "" if path.startswith("reference/") else f": {first_sentence((ROOT / path).read_text())}"
-            lines.append(f"- [{title}]({path.removesuffix('.md')}.html){about_page}")
+            lines.append(f"- [{title}]({address(path)}){about_page}")
     return "\n".join(lines) + "\n"
+
+
+def address(page: str) -> str:
+    """Returns the file that mkdocs makes of a page: a README.md is the index of its folder."""
+    return re.sub(r"(^|/)README\.md$", r"\1index.md", page).removesuffix(".md") + ".html"
 
 
 def first_sentence(text: str) -> str:

@@ -51,7 +51,7 @@ def test_language_models_get_every_page_with_what_it_is_for():
     assert text.startswith("# mmrl\n\n> Reinforcement-learning") and len(entries) == len(listed)
     block = agents.partition("\n\n    ")[2].partition("\n\n")[0]
     assert f"\n\n    {block}\n\n" in text and block.startswith("bash scripts/setup.sh") and block.count("mmrl ") >= 4
-    assert sorted(entries.values()) == sorted(f"{page}.html" for page in listed)
+    assert sorted(entries.values()) == sorted(collect.address(f"{page}.md") for page in listed)
     assert "- [Kernels](scripts/bench/kernels.html): " in text and "\n## Robots\n" in text
     for line in (line for line in text.splitlines() if line.startswith("- [") and "reference/" not in line):
         assert 8 < len(line.partition(".html): ")[2]) < 400, line
@@ -79,14 +79,19 @@ def sources(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-def test_it_builds_without_a_warning_and_not_with_a_broken_link(sources):
+def test_it_builds_without_a_warning(sources):
     built = subprocess.run(MKDOCS, cwd=sources, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-2000:]
     kl = (sources / "build/html/reference/methods/loss_term.html").read_text()
     assert 'id="kl"' in kl and "The KL divergence from another policy" in kl
+    linked = re.findall(r"^- \[.+?\]\((\S+)\)", (sources / "build/site/llms.txt").read_text(), flags=re.M)
+    assert len(linked) > 40 and [page for page in linked if not (sources / "build/html" / page).is_file()] == []
     keys = (sources / "build/html/reference/keys/rollout.html").read_text()
     assert "<code>rollout.group_size</code>" in keys
+
+
+@pytest.mark.slow
+def test_it_does_not_build_with_a_broken_link(sources):
     page = sources / "build/site/tasks/check.md"
     page.write_text(page.read_text() + "\n[nowhere](rewards.md#no-such-heading)\n")
     broken = subprocess.run(MKDOCS, cwd=sources, capture_output=True, text=True)
