@@ -1,7 +1,7 @@
 """An animation of what a model makes of the same held-out prompts at every evaluation of a run: answers to questions
 about images, or images of scenes. What is right is green, the rest is red.
 
-.venv/bin/python scripts/readme/answers.py scripts/readme/visual_qa_digits.gif RUN [--columns 6] [--rows 3]
+.venv/bin/python scripts/readme/answers.py scripts/readme/visual_qa_digits.gif RUN [--columns 6] [--rows 2]
 
 It reads the tables of samples that the run wrote, so `log.samples` must be at least columns x rows.
 """
@@ -99,5 +99,5 @@ if __name__ == "__main__":
     parser.add_argument("target", type=Path)
     parser.add_argument("run", type=Path)
     parser.add_argument("--columns", type=int, default=6)
-    parser.add_argument("--rows", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=2)
     animate(**vars(parser.parse_args()))
