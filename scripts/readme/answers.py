@@ -3,7 +3,10 @@ about images, or images of scenes. What is right is green, the rest is red.
 
 .venv/bin/python scripts/readme/answers.py scripts/readme/visual_qa_digits.gif RUN [--columns 6] [--rows 2]
 
-It reads the tables of samples that the run wrote, so `log.samples` must be at least columns x rows.
+It reads the tables of samples that the run wrote, so `log.samples` must be at least columns x rows. The runs of README:
+
+mmrl train visual_qa_digits evaluation.every=16 evaluation.prompts=200 log.samples=40
+mmrl train image_shapes evaluation.every=4 evaluation.prompts=48 log.samples=48
 """
 
 from __future__ import annotations
