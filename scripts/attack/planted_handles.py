@@ -1,12 +1,12 @@
-"""Faults of model cards, sample tables, the site's files, and commands that install. Each entry has a name, a file, a
+"""Faults of model cards, sample tables, and commands that install. Each entry has a name, a file, a
 string that occurs once in the file, its replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 
 CARD, INTERVALS, RUN = "mmrl/report/model_card.py", "mmrl/report/intervals.py", "mmrl/report/run.py"
-HTML, DOCTOR, COLLECT = "mmrl/report/html/", "mmrl/doctor/installed.py", "scripts/pages/collect.py"
+HTML, DOCTOR = "mmrl/report/html/", "mmrl/doctor/installed.py"
 CARDS, MEANS, TABLES = ("report/test_model_card.py",), ("report/test_intervals.py",), ("report/test_run.py",)
-SEEN, DOCTORS, SITE = ("report/test_browser.py",), ("doctor/test_doctor.py",), ("house/test_site.py",)
+SEEN, DOCTORS = ("report/test_browser.py",), ("doctor/test_doctor.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -29,6 +29,5 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("doctor: a wheel is told of scripts", DOCTOR, 'COMMANDS[extra] if is_checkout() else f"in', 'COMMANDS[extra] if True else f"in', DOCTORS),
     ("doctor: constraints of a wheel", DOCTOR, '"--constraint constraints.txt " if is_checkout() else ""', '"--constraint constraints.txt "', DOCTORS),
     ("doctor: vLLM for GPUs on a CPU", DOCTOR, 'return "vllm" if shutil.which("nvidia-smi") is None', 'return "vllm" if shutil.which("nvidia-smi") is not None', DOCTORS),
-    ("site: llms.txt has no commands", COLLECT, 'if line.startswith("    ")]\n    lines', 'if line.startswith("\\t")]\n    lines', SITE),
     ("recipe: micro-batches of GPUs hold more than was planned", "configs/vlm/visual_qa_geometry3k.yaml", "micro_tokens: 12288", "micro_tokens: 24576", ("doctor/test_gpu_memory.py",)),
 ]

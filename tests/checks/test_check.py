@@ -236,7 +236,7 @@ def test_readers_by_hand():
     assert texts(probe_placeholders(rows, ["<|pad|>", "<|end|>"]))[0].startswith("the text of rows:2 holds <|pad|>")
     (text,) = texts(probe_lengths(rows, lambda text: len(text.split()), 4))
     assert text.startswith("the gold of 1 of 2 rows, such as rows:2, has at least rollout.max_response_length=4")
-    assert text.endswith("raise that key to at least 6: the longest of these golds, and the end token")
+    assert text.endswith("raise that key to at least 5: the longest of these golds, and the end token")
 
     def read(prompt):
         raise UserError(f"prompt {prompt.id} is too long") if prompt.id == "rows:2" else StopIteration
