@@ -88,7 +88,7 @@ def test_the_table_puts_each_number_in_its_row():
 def test_a_table_with_videos_has_a_tile_with_prompt_and_outcome_for_each_episode():
     """Of two episodes from one start each has the instruction in its tile; the third has no video."""
     outcomes = ((True, False), (False, False), (False, True))
-    episodes = [Episode("push it", success, success, 5, 0.0, lost=lost) for success, lost in outcomes]
+    episodes = [Episode("push it", success, False, 5, 0.0, lost=lost) for success, lost in outcomes]
     samples = [Sample(Prompt("a", "start 3"), episode=episode) for episode in episodes]
     page = sample_table(samples, {"accuracy": [1.0, 0.0, 0.0]}, {0: "f-000.mp4", 1: "f-001.mp4"})
     assert re.findall(r'<tr class="(\w+)">', page) == ["success", "failure", "lost"] and '<table class="tiles">' in page
