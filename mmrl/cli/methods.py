@@ -24,7 +24,8 @@ from mmrl.config import job
 from mmrl.errors import UserError
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Needs
-from mmrl.settings import Choice, Section, kind_of, locate, make
+from mmrl.settings import Choice, Section, SettingsError, kind_of, locate, make
+from mmrl.sims.registry import SIMULATORS
 from mmrl.terms.losses.kl import KLWeighting, OtherPolicy
 from mmrl.terms.term import Mask, Shaper, Term
 
@@ -123,8 +124,8 @@ CHOICES = (
 def describe_methods(query: str | None) -> list[str]:
     """Returns the lines of `mmrl methods`: for None one line a method, recommended ones first, else all about `query`.
 
-    query: the name of a shipped method or reward, or the user's own class as package.module:Class. Raises UserError,
-    with the nearest name, if there is no such method.
+    query: the name of a shipped method, reward or simulator, or the user's own class as package.module:Class. Raises
+    UserError, with the nearest name, if there is no such method, or if a simulator's package is not installed.
     """
     if query is None:
         return _overview()
@@ -136,7 +137,9 @@ def describe_methods(query: str | None) -> list[str]:
         return [line for method in matching for line in describe_method(*method)]
     if query in rewards():
         return describe_reward(query)
-    names = [*(name for _, name, _ in methods()), *rewards()]
+    if query in SIMULATORS:
+        return describe_simulator(query)
+    names = [*(name for _, name, _ in methods()), *rewards(), *SIMULATORS]
     close = difflib.get_close_matches(query, names, n=1)
     raise UserError(f"there is no method {query}; {f'did you mean {close[0]}?' if close else 'mmrl methods lists all'}")
 
@@ -151,6 +154,7 @@ def _overview() -> list[str]:
             note = " (reconstructed)"
         blocks.setdefault(base.title, []).append(f"  {name:<18} {first_sentence(method_class)}{note}")
     blocks["reward"] = [f"  {name:<18} {first_sentence(builder)}" for name, builder in rewards().items()]
+    blocks["simulator"] = [f"  {name:<18} mmrl methods {name} explains its task.options" for name in SIMULATORS]
     recommended = [f"  {name:<18} {title}: {when}" for (title, name), when in RECOMMENDED.items()]
     blocks = {"recommended, to begin with": recommended, **blocks}
     return [line for title, lines in blocks.items() for line in (f"{title}:", *lines, "")]
@@ -198,12 +202,26 @@ def describe_reward(name: str) -> list[str]:
     """Returns lines about a shipped reward: its docstring and its options."""
     builder = rewards()[name]
     options = [str(parameter) for parameter in inspect.signature(builder).parameters.values()]
+    return [*_head(name, "reward", builder), f"  options: {', '.join(options) or 'none'}"]
+
+
+def describe_simulator(name: str) -> list[str]:
+    """Returns lines about a shipped simulator: its docstring and its options. Raises UserError if its package is not
+    installed."""
+    try:
+        simulator = locate(SIMULATORS[name], f"simulator {name}")
+    except SettingsError as error:
+        raise UserError(str(error)) from None
+    options = list(inspect.signature(simulator).parameters.values())[1:]  # before them: the number of environments
+    defaults = ", ".join(str(one.replace(annotation=inspect.Parameter.empty)) for one in options)
+    return [*_head(name, "simulator", simulator), f"  task.options: {defaults}"]
+
+
+def _head(name: str, title: str, builder: Callable[..., Any]) -> list[str]:
+    """Returns the first lines about a class or function: where it is, and its docstring."""
     docstring = (inspect.getdoc(builder) or "").splitlines()
-    return [
-        f"{name} (reward, {builder.__module__}:{builder.__name__})",
-        *(f"  {line}".rstrip() for line in docstring),
-        f"  options: {', '.join(options) or 'none'}",
-    ]
+    place = f"{builder.__module__}:{builder.__name__}"
+    return [f"{name} ({title}, {place})", *(f"  {line}".rstrip() for line in docstring)]
 
 
 def first_sentence(function: Callable[..., Any]) -> str:

@@ -29,5 +29,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("doctor: a wheel is told of scripts", DOCTOR, 'COMMANDS[extra] if is_checkout() else f"in', 'COMMANDS[extra] if True else f"in', DOCTORS),
     ("doctor: constraints of a wheel", DOCTOR, '"--constraint constraints.txt " if is_checkout() else ""', '"--constraint constraints.txt "', DOCTORS),
     ("doctor: vLLM for GPUs on a CPU", DOCTOR, 'return "vllm" if shutil.which("nvidia-smi") is None', 'return "vllm" if shutil.which("nvidia-smi") is not None', DOCTORS),
+    ("methods: the number of environments is an option", "mmrl/cli/methods.py", "parameters.values())[1:]", "parameters.values())[0:]", ("cli/test_reference.py",)),
+    ("methods: simulators are not listed", "mmrl/cli/methods.py", 'explains its task.options" for name in SIMULATORS]', 'explains its task.options" for name in ()]', ("cli/test_reference.py",)),
     ("recipe: micro-batches of GPUs hold more than was planned", "configs/vlm/visual_qa_geometry3k.yaml", "micro_tokens: 12288", "micro_tokens: 24576", ("doctor/test_gpu_memory.py",)),
 ]

@@ -164,7 +164,7 @@ class ManipulationSettings(TaskSettings):
     test: ClassVar[str] = "tests/tasks/test_manipulation.py"
     type: str = "manipulation"
     simulator: str = option("tabletop", "a shipped simulator, or a class of your own as package.module:Class")
-    options: dict[str, Any] = option({}, "options of the simulator")
+    options: dict[str, Any] = option({}, "options of the simulator; `mmrl methods SIMULATOR` lists them")
     tasks: tuple[str, ...] = option(("reach",), "tasks of the simulator to train on", min_length=1)
     eval_tasks: tuple[str, ...] | None = option(None, "held-out tasks; default: as `tasks`", min_length=1)
     rows: int = option(128, "parallel environments of a rank", ge=1)

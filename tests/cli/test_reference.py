@@ -20,6 +20,7 @@ from mmrl.cli.methods import (
 from mmrl.config import Config
 from mmrl.errors import UserError
 from mmrl.settings import option
+from mmrl.sims.registry import SIMULATORS
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = (*Config.model_fields, "denoising", "action")
@@ -132,6 +133,17 @@ def test_decisions_and_cost_follow_from_what_a_method_needs():
     assert "under the reference" in said("self_process") and "one more response per prompt" in said("greedy")
     assert "every view" in said("view") and "micro-batches that hold whole groups" in said("preference")
     assert "cost: no forward pass of its own" in said("rank")
+
+
+def test_a_simulator_says_its_options(monkeypatch):
+    lines = describe_methods("gymnasium")
+    assert lines[0] == "gymnasium (simulator, mmrl.sims.gymnasium:GymnasiumSimulator)"
+    assert lines[-1].startswith("  task.options: env, image='render', state=None, instruction='', mission=None, ")
+    assert any(line.startswith("  success: the key in info that says whether the task is solved") for line in lines)
+    assert "  ogbench            mmrl methods ogbench explains its task.options" in describe_methods(None)
+    monkeypatch.setitem(SIMULATORS, "gymnasium", "metaworld_that_is_absent:Class")
+    with pytest.raises(UserError, match="^simulator gymnasium=metaworld_that_is_absent:Class: no such object"):
+        describe_methods("gymnasium")
 
 
 def test_every_reward_says_what_it_is():
