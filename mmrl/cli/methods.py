@@ -238,7 +238,8 @@ def describe_method(base: type[Choice], name: str, method_class: type[Choice]) -
     ]
     if when := RECOMMENDED.get((base.title, name)):
         lines.append(f"  recommended: {when}")
-    for attribute in ("equation", "at_one_update", "source", "test"):
+    is_shipped = method_class.__module__.partition(".")[0] == "mmrl"  # a user's class inherits the name of mmrl's test
+    for attribute in ("equation", "at_one_update", "source", *(["test"] if is_shipped else [])):
         if value := class_variable(method_class, attribute):
             lines.append(f"  {attribute.replace('_', ' ')}: {value}")
     if repository := compared_with(method_class):

@@ -69,6 +69,7 @@ def test_a_class_of_ones_own_is_described():
     assert lines[0] == f"{__name__}:Half (surrogate, {__name__}:Half)"
     assert "    share (default 0.5): what the objective is multiplied by" in lines
     assert any(line.startswith("  decisions: text token") for line in lines)
+    assert not any(line.startswith("  test: ") for line in lines)
 
 
 def test_what_is_no_method_is_refused():
