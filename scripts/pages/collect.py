@@ -95,7 +95,10 @@ def key_pages() -> dict[str, str]:
     for path, meanings in all_keys().items():
         rows.setdefault(path.partition(".")[0], []).extend(_key_row(path, meaning) for meaning in meanings)
     head = "| key | default | meaning |\n| --- | --- | --- |\n"
-    return {f"{name}.md": f"{WIDE}# {name}\n\n{head}" + "\n".join(lines) + "\n" for name, lines in rows.items()}
+    return {
+        f"{name}.md": f'{WIDE}# {name}\n\n<div class="keys" markdown>\n\n{head}' + "\n".join(lines) + "\n\n</div>\n"
+        for name, lines in rows.items()
+    }
 
 
 def _key_row(path: str, meaning: Meaning) -> str:
@@ -205,7 +208,7 @@ def index(folder: str, made: dict[str, str]) -> str:
 def _names(text: str) -> str:
     """Returns the headings of a page of methods, or the number of keys of a page of keys."""
     headings = re.findall(r"^## (.+)$", text, flags=re.M)
-    return ", ".join(headings).replace("_", r"\_") or f"{text.count(chr(10)) - 4} keys"
+    return ", ".join(headings).replace("_", r"\_") or f"{len(re.findall(r'^[|] `', text, flags=re.M))} keys"
 
 
 if __name__ == "__main__":

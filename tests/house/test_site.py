@@ -88,6 +88,9 @@ def test_it_builds_without_a_warning(sources):
     assert len(linked) > 40 and [page for page in linked if not (sources / "build/html" / page).is_file()] == []
     keys = (sources / "build/html/reference/keys/rollout.html").read_text()
     assert "<code>rollout.group_size</code>" in keys
+    assert '<div class="keys">\n<table>' in keys  # what the style of a phone needs
+    count = keys.count("<tr>\n<td>")
+    assert count > 50 and f"{count} keys" in (sources / "build/html/reference/keys/index.html").read_text()
 
 
 @pytest.mark.slow
