@@ -220,8 +220,8 @@ def describe_simulator(name: str) -> list[str]:
 def _head(name: str, title: str, builder: Callable[..., Any]) -> list[str]:
     """Returns the first lines about a class or function: where it is, and its docstring."""
     docstring = (inspect.getdoc(builder) or "").splitlines()
-    place = f"{builder.__module__}:{builder.__name__}"
-    return [f"{name} ({title}, {place})", *(f"  {line}".rstrip() for line in docstring)]
+    origin = f"{builder.__module__}:{builder.__name__}"
+    return [f"{name} ({title}, {origin})", *(f"  {line}".rstrip() for line in docstring)]
 
 
 def first_sentence(function: Callable[..., Any]) -> str:
