@@ -13,6 +13,7 @@ from mmrl.checkpoints.data import check_data
 from mmrl.checkpoints.store import ORIGIN, STATE, check_same_training, read_state
 from mmrl.checkpoints.training import MAY_CHANGE, NEUTRAL_KEYS, differences
 from mmrl.errors import UserError
+from mmrl.report.records import parse_row
 
 Tree = dict[str, Any]
 
@@ -71,13 +72,15 @@ def check_goes_on(checkpoint: Path, config: Tree) -> None:
 
 
 def check_starts_again(folder: Path, config: Tree) -> None:
-    """Raises UserError unless the run directory holds a run that ended before its first checkpoint and has the same
-    configuration, so that it can start again."""
+    """Raises UserError unless the run directory holds a run that ended before its first checkpoint, and has the same
+    configuration or was not trained for a step, so that it can start again."""
     if (origin := read_origin(folder / "final")) is not None:
         raise UserError(
             f"run_dir={folder} holds a run that ended at step {origin['step']} and has no checkpoint to resume from; "
             "name another run_dir"
         )
+    if not has_trained(folder):
+        return  # a mistake ended it early, perhaps the one that the new configuration mends
     try:
         before = yaml.safe_load((folder / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -89,6 +92,12 @@ def check_starts_again(folder: Path, config: Tree) -> None:
             f"run_dir={folder} holds a run without a checkpoint in which {key} is {old!r}, not {new!r}; set {key} to "
             "its old value, remove the folder, or name another run_dir"
         )
+
+
+def has_trained(folder: Path) -> bool:
+    """Returns whether metrics.jsonl has a line of a step above 0, or one that cannot be read."""
+    rows = [parse_row(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)]
+    return any(row is None or row["step"] > 0 for row in rows)
 
 
 def read_origin(weights: Path) -> Tree | None:

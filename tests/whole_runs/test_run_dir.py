@@ -133,8 +133,25 @@ def test_half_a_run_of_another_configuration_is_not_overwritten(tmp_path):
     stopped(run, signal.SIGKILL, "checkpoint.every=100")
     rows = metrics(run)
     says = "a run without a checkpoint in which optim.eps is 0.0001, not 0.1; set optim.eps to its old value, remove"
+    assert any("loss" in row for row in rows)
     assert says in ends(run, "optim.eps=0.1", code=2)
     assert metrics(run) == rows
+
+
+@pytest.mark.parametrize(
+    ("lines", "trained"),
+    [([{"step": 0, "evaluation/accuracy": 0.5}], False), ([{"step": 0}, {"step": 1}], True), ([{"step": "x"}], True)],
+)
+def test_a_run_that_was_not_trained_for_a_step_may_start_with_another_configuration(tmp_path, lines, trained):
+    """Such a run ended by a mistake of its configuration, which cannot be mended if the old one has to stay."""
+    (tmp_path / "config.yaml").write_text("optim: {eps: 1.0}\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = {"steps": 4, "checkpoint": {"resume": "auto"}, "optim": {"eps": 2.0}}
+    if trained:
+        with pytest.raises(UserError, match="in which optim.eps is 1.0, not 2.0"):
+            checkpoints.check_run_dir(tmp_path, config)
+    else:
+        assert checkpoints.check_run_dir(tmp_path, config) is False
 
 
 def test_a_learning_rate_that_was_too_high_can_be_lowered(tmp_path):
