@@ -31,6 +31,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("doctor: vLLM for GPUs on a CPU", DOCTOR, 'return "vllm" if shutil.which("nvidia-smi") is None', 'return "vllm" if shutil.which("nvidia-smi") is not None', DOCTORS),
     ("methods: the number of environments is an option", "mmrl/cli/methods.py", "parameters.values())[1:]", "parameters.values())[0:]", ("cli/test_reference.py",)),
     ("methods: simulators are not listed", "mmrl/cli/methods.py", 'explains its task.options" for name in SIMULATORS]', 'explains its task.options" for name in ()]', ("cli/test_reference.py",)),
+    ("methods: a user's class names a test of mmrl", "mmrl/cli/methods.py", '*(["test"] if is_shipped else [])', '"test"', ("cli/test_reference.py",)),
     ("starting: any run may be overwritten", "mmrl/checkpoints/starting.py", 'row is None or row["step"] > 0 for row', 'row is None or row["step"] > 9 for row', ("whole_runs/test_run_dir.py",)),
     ("starting: damaged lines are no training", "mmrl/checkpoints/starting.py", 'row is None or row["step"] > 0 for row', 'row is not None and row["step"] > 0 for row', ("whole_runs/test_run_dir.py",)),
     ("starting: no mistake can be mended", "mmrl/checkpoints/starting.py", "    if not has_trained(folder):", "    if False:", ("whole_runs/test_run_dir.py",)),
