@@ -174,6 +174,7 @@ def test_it_works_in_an_environment_of_its_own(wheel, tmp_path):
     assert "diffusion" in run("recipes") and "extends" in run("recipes", "image_digits_nft")
     assert "0.28" in run("config", "algorithm.surrogate.high") and "DAPO" in run("methods") + run("methods", "clip")
     run("doctor", good=(0, 1))  # 1: something that this machine lacks
+    assert "mmrl rewards install NAME" in run("rewards")
     run("eval", "runs/my_reward", "evaluation.prompts=4")
     run("sample", "runs/my_reward", "--count", "2")
     run("watch", "runs/my_reward", "--once")
@@ -200,6 +201,7 @@ def test_it_works_in_an_environment_of_its_own(wheel, tmp_path):
         "report",
         "check",
         "push",
+        "rewards",
     }
     # For pipelines of diffusers, which need weights; and a server, which tests/serving starts.
     assert commands - tried == {"embed", "serve"}
