@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -296,7 +297,8 @@ def test_tables_of_training_show_whole_groups_and_their_films(tmp_path):
     written = sorted(path.name for path in (tmp_path / "samples").glob("train-*"))
     assert written == [f"train-000002-{number:03d}.mp4" for number in range(4)] + ["train-000002.html"]
     page = (tmp_path / "samples" / "train-000002.html").read_text()
-    assert page.count("<video") == 4 and page.count('rowspan="4"') == 1
+    prompts = re.findall(r'data-name="prompt"><pre>(.*?)</pre>', page, re.DOTALL)
+    assert page.count("<video") == len(prompts) == 4 and len(set(prompts)) == 1
 
 
 def test_only_idle_steps_in_a_row_count():

@@ -366,4 +366,4 @@ def test_time_grows_with_the_length_and_not_with_its_square(name):
         text = atom * (40_000 // len(atom))
         start = time.process_time()
         reward(Sample(prompt, text + "x"))
-        assert time.process_time() - start < 0.5, atom
+        assert time.process_time() - start < 3, atom

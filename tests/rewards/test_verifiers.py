@@ -170,8 +170,8 @@ LONG = {
 
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
 def test_time_grows_with_the_length_of_a_response_and_not_with_its_square(text):
-    """Before, 20 000 tags took 29 s; what is allowed here is three times what an idle core needs."""
+    """Before, 20 000 tags took 29 s; an idle core needs less than 0.1 s, and a busy one is allowed 3 s."""
     for name in ("exact_match", "numeric", "box_iou", "multiple_choice", "think_answer", "answer_tag"):
         reward, start = build(name), time.process_time()
         reward(Sample(Prompt("p", "question", answer="[1, 1, 2, 2]" if name == "box_iou" else "A"), text))
-        assert time.process_time() - start < 0.2, name
+        assert time.process_time() - start < 3, name
