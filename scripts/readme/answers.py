@@ -26,11 +26,8 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.readme.before_after import save_gif
 
-TILE, PICTURE, BAR = (
-    (150, 160),
-    (138, 72),
-    28,
-)  # pixels: width and height, the same; the height of the bar with the step
+TILE, PICTURE = (150, 160), (138, 72)  # pixels: width and height
+BAR = 28  # pixels: the height of the bar with the step
 FRAME_MS, LAST_MS = 450, 2500  # milliseconds of a frame, and of the last one
 RIGHT, WRONG, BLUE, GREY = (30, 132, 60), (190, 40, 40), (57, 99, 209), (240, 242, 245)
 
