@@ -243,7 +243,7 @@ def describe_method(base: type[Choice], name: str, method_class: type[Choice]) -
         if value := class_variable(method_class, attribute):
             lines.append(f"  {attribute.replace('_', ' ')}: {value}")
     if repository := compared_with(method_class):
-        lines.append(f"  variant: equal by value to {repository} (tests/joints/test_public_numbers.py)")
+        lines.append(f"  variant: equal by value to {repository} (tests/joints/test_*_numbers.py)")
     if changes := class_variable(method_class, "changes"):
         lines.append(f"  changes: {', '.join(sorted(changes))}")
     if (needs := needs_of(method_class)) is not None:

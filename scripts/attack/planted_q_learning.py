@@ -16,6 +16,7 @@ C, N, L = (
 )
 H, S = "mmrl/policies/vla/heads/gaussian.py", ("joints/test_q_gradient.py",)
 TANH = ("policies/vla/test_squashed.py",)
+PUBLIC = ("joints/test_robot_numbers.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -102,6 +103,16 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("squashed: the density before tanh", H, "self._by_level(log_slope_of_tanh(before), valid)", "0 * self._by_level(log_slope_of_tanh(before), valid)", TANH),
     ("squashed: the slope's sign", H, 'fields["logp"] - self._by_level(', 'fields["logp"] + self._by_level(', TANH),
     ("squashed: demonstrations are not inverted", H, "inside.atanh().to(actions.dtype)", "inside.to(actions.dtype)", TANH),
+    ("public: GAE beyond a cut", "mmrl/kernels/reference.py", "next_values = bootstrap.where(cut, next_values.where(continues, 0))", "next_values = next_values.where(continues, 0)", PUBLIC),
+    ("public: a terminated episode is cut", "mmrl/kernels/reference.py", "cut = mask & ~terminated & ~continues", "cut = mask & ~continues", PUBLIC),
+    ("public: the other expectile", V, "torch.where(difference < 0, 1 - expectile, expectile)", "torch.where(difference < 0, expectile, 1 - expectile)", PUBLIC),
+    ("public: Q of the largest member", V, "for network in self.targets]).amin(0)", "for network in self.targets]).amax(0)", PUBLIC),
+    ("public: weights above their bound", "mmrl/terms/losses/advantage_weighted.py", "(advantages / self.temperature).exp()", "(advantages * self.temperature).exp()", PUBLIC),
+    ("public: no discount of Q", V, "(discount * next_value).where(~terminated, 0)", "next_value.where(~terminated, 0)", PUBLIC),
+    ("public: entropy twice", M, "return value - temperature.module.value * transitions.next_logp", "return value - 2 * temperature.module.value * transitions.next_logp", PUBLIC),
+    ("public: the weight of the entropy in place of its logarithm", V, "return -self.log_value * (logp", "return -self.log_value.exp() * (logp", PUBLIC),
+    ("public: labels of a quantile of the other side", "mmrl/algorithms/recorded/conditioned.py", "differences.quantile(1 - self.positive)", "differences.quantile(self.positive)", PUBLIC),
+    ("public: labels by the return alone", "mmrl/algorithms/recorded/conditioned.py", "differences = returns - self._policy", "differences = returns - 0 * self._policy", PUBLIC),
     ("overrides: in the order of the command line", "mmrl/settings/tree.py", "            position = i\n", "            pass\n", ("settings/test_settings.py",)),
     ("overrides: a whole section comes last", "mmrl/settings/tree.py", "section[: len(earlier[i])] == earlier[i] or ", "", ("settings/test_settings.py",)),
 ]

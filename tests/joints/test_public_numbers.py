@@ -13,6 +13,7 @@ from mmrl.cli.methods import compared_with, methods
 from mmrl.samplers.settings import DenoisingTransition
 from mmrl.samplers.transitions import gaussian_step
 from mmrl.settings import choose
+from tests.joints import test_robot_numbers as robots
 from tests.joints.parts import Table, steps
 
 PUBLIC = json.loads((Path(__file__).parent / "public_numbers.json").read_text())
@@ -173,8 +174,10 @@ def test_flow_steps():
 def test_what_is_said_to_be_compared_is_and_the_other_way_round():
     shown = dict.fromkeys(set().union(*(shows for *_, shows in (*ADVANTAGES, *LOSSES))), "volcengine_verl")
     shown["transition", "flow_sde"] = "yifan123_flow_grpo"
+    shown |= robots.SHOWN
     declared = {(base.title, name): compared_with(kind) for base, name, kind in methods()}
-    named = {name: f"{public['repository']}@{public['commit'][:8]}" for name, public in PUBLIC.items()}
+    everything = PUBLIC | robots.PUBLIC
+    named = {name: f"{public['repository']}@{public['commit'][:8]}" for name, public in everything.items()}
     assert {key: where for key, where in declared.items() if where} == {key: named[by] for key, by in shown.items()}
     assert set(VERL["numbers"]) - {case[0] for case in (*ADVANTAGES, *LOSSES)} == {
         "compute_policy_loss_kl_cov",  # the covariance is of the policy before the step here, of the present one there

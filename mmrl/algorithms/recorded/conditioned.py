@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 class AdvantageConditioned(RecordedSteps):
     """Imitation of recorded steps, including failures, under a prompt with a label (action.labels) that says whether
     the step's return is higher than a critic expects. New episodes are then played under the label of good steps. The
-    critic learns from prompts without a label, which a share of the steps has."""
+    critic learns from prompts without a label, which a share of the steps has.
+
+    The share is of each batch, and its bound moves with the critic; RLinf labels the whole data set once, and a step at
+    the bound itself is good there. RLinf may also compare rewards of N steps plus the critic's next value; here it is
+    always the return of the rest of the episode."""
 
     equation: ClassVar[str] = (
         "-logp(a | s, label) + value_coefficient |expectile - 1[R < V]| (R - V)^2 of steps without a label; good where "
@@ -37,6 +41,7 @@ class AdvantageConditioned(RecordedSteps):
         "its guidance"
     )
     test: ClassVar[str] = "tests/whole_runs/test_recorded_episodes.py"
+    compared: ClassVar[str] = "RLinf/RLinf@a3816b59"
     type: str = "advantage_conditioned"
     positive: float = option(0.3, "share of a rank's batch whose label is that of good steps", gt=0, lt=1)
     dropout: float = option(0.3, "chance that a step has no label", gt=0, lt=1)
