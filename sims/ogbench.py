@@ -169,7 +169,7 @@ class OGBenchRow:
             if self.info["privileged/target_task"] == task and not self._locked(task):
                 break
         else:
-            raise UserError(f"ogbench: no start of task {task!r} in {TRIES} random worlds; choose another seed or task")
+            raise UserError(f"ogbench: none of {TRIES} random worlds has task {task!r}; choose another seed or task")
         quality = self.env.model.vis.quality
         quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of an image on a CPU
         self.steps, self._expert = 0, None

@@ -18,7 +18,7 @@ def describe_recipes(name: str | None) -> list[str]:
     if name is not None:
         if name not in shipped:
             raise UserError(f"there is no recipe {name}{nearest(name, shipped)}; mmrl recipes lists them")
-        return [f"# {recipes.shown(shipped[name])}", *shipped[name].read_text().splitlines()]
+        return [f"# {recipes.relative_to_working_folder(shipped[name])}", *shipped[name].read_text().splitlines()]
     lines: list[str] = []
     # the folders of a recipe's run directory, without runs/ and its own name, say the kind of task
     for folders, paths in groupby(shipped.values(), key=lambda path: recipes.run_dir(path).split("/")[1:-1]):

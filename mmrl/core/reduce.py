@@ -53,10 +53,10 @@ def reduce(
 
 
 def denominator(mask: Tensor, *, mode: str = "token_mean", segments: Tensor | None = None) -> Tensor:
-    """Returns the contribution of this batch to the `total` of `reduce`, 0-d int64.
+    """Returns what a micro-batch adds to the number by which the loss of the whole batch is divided, 0-d int64.
 
-    It is the number of masked-in decisions for token_mean, of segments with such a decision for segment_mean, and of
-    rollouts with one for the other modes. mask: [B, T].
+    The sum over micro-batches and ranks is the `total` of `reduce`. Counted are masked-in decisions for token_mean,
+    segments with such a decision for segment_mean, and rollouts with one for the other modes. mask: [B, T].
 
     Raises ValueError if the mode is unknown, or if segment_mean has no `segments`.
     """
@@ -64,7 +64,7 @@ def denominator(mask: Tensor, *, mode: str = "token_mean", segments: Tensor | No
         raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
     counted = mask.bool()
     if mode == "segment_mean":
-        return segment_weights(counted, segments).sum().round().long()
+        return segment_weights(counted, segments).sum().round().long()  # the weights of a segment add up to 1
     return counted.sum() if mode == "token_mean" else counted.any(1).sum()
 
 

@@ -42,7 +42,7 @@ def probe_questions(
     else:
         limit = int(limits.max_response_length.extremes[1])
         if task.environment is None:
-            scores = _probe_golds(task, rows, limit, report)
+            scores = score_with_rewards(task, rows, limit, report)
             specs = [*settings.rewards, settings.accuracy]
             options = config.model.processor if isinstance(config.model, VisionLanguageModel) else {}
             report.add(probe_boxes(prompts, specs, options, REWARDS))
@@ -63,18 +63,19 @@ def probe_questions(
     ]
 
 
-def _probe_golds(
+def score_with_rewards(
     task: VisualQA, prompts: Sequence[Prompt], limit: int, report: CheckReport
 ) -> dict[str, list[GoldScores]]:
-    """Scores golds with the verifier and the rewards, and adds alarms. Returns the scores of the rewards by name."""
-    scores: dict[str, list[GoldScores]] = {}
+    """Scores gold answers with the verifier and the rewards, and adds alarms. Returns the scores of the rewards by
+    name; none if scoring failed."""
+    scores_by_key: dict[str, dict[str, list[GoldScores]]] = {}
     for key, rewards in ((ACCURACY, task.verifier), (REWARDS, task.rewards)):
         with report.catch_errors("rewards"):
-            alarms, scores = probe_rewards(prompts, rewards, key, limit, custom=True)
+            alarms, scores_by_key[key] = probe_rewards(prompts, rewards, key, limit, custom=True)
             report.add(alarms)
-            if not_tried := [name for name in rewards.names if name not in scores]:
+            if not_tried := [name for name in rewards.names if name not in scores_by_key[key]]:
                 report.skipped.append(("rewards", f"golds are not scored with {', '.join(not_tried)} of {key}"))
-    return scores  # those of the rewards, which come last
+    return scores_by_key.get(REWARDS, {})
 
 
 def probe_template(

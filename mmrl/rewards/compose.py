@@ -139,7 +139,9 @@ class RewardSet:
         the rollouts of a group. only: names of the components to compute; the others are NaN. A score of None, NaN or
         infinity becomes NaN, never 0. Samples on which a reward raises, ends its process or takes too long get NaN,
         too; they are counted, and a warning is logged. Conversations whose environment failed get NaN. A prompt that a
-        component does not apply to gets its `elsewhere`, 0 by default. `reasons` is updated.
+        component does not apply to gets its `elsewhere`, 0 by default. Of a reward that returns `Spans`, each sample
+        keeps them, and its score is their `total`. Afterwards `reasons[name]` says why the first unscored sample has no
+        score of component `name`.
 
         Raises UserError, which names the reward, for a wrong number of values, a value that is not a number, a missing
         group, a reward server that is down, and a sample of the wrong kind.

@@ -50,6 +50,7 @@ class GuardedReward:
         values = self._attempt(lambda part: _as_list(score(part)), samples)
         if not isinstance(values, Failure):
             return check_values(values, samples, self.failures)
+        # Halves would end at the deadline again, and a reward of groups or batches compares the samples of a call.
         if values.cause in ("deadline", "not tried") or self.scope != "sample" or len(samples) == 1:
             return [self.failures.record(sample, values) for sample in samples]
         half = len(samples) // 2

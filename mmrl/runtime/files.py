@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 
-def use_default_mode(folder: Path) -> None:
+def use_default_permissions(folder: Path) -> None:
     """Gives all files in `folder` the default mode of a new file of this user (by the umask), since safetensors writes
     files that only the user can read."""
     new = folder / ".new"

@@ -27,7 +27,7 @@ def resolve(path: Path) -> Path:
     if path.is_file():
         return path
     if path.suffix == "" and path.name == str(path) and path.name in shipped():
-        return shown(shipped()[path.name])
+        return relative_to_working_folder(shipped()[path.name])
     raise FileNotFoundError(f"no configuration file {path}{_hint(path)}")
 
 
@@ -39,7 +39,7 @@ def run_dir(path: Path) -> str:
     return "/".join(("runs", *(parts[positions[-1] + 1 :] if positions else parts[-1:])))
 
 
-def shown(path: Path) -> Path:
+def relative_to_working_folder(path: Path) -> Path:
     """Returns `path` relative to the working directory, if it lies below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
@@ -56,6 +56,6 @@ def _hint(path: Path) -> str:
     if name.endswith(FORMER_CONTROL):
         return f"; the control of a recipe is a command: mmrl control {name.removesuffix(FORMER_CONTROL)}"
     if name in shipped():
-        return f"; the recipe of that name is {shown(shipped()[name])}"
+        return f"; the recipe of that name is {relative_to_working_folder(shipped()[name])}"
     close = difflib.get_close_matches(name, shipped(), n=1, cutoff=0.8)
     return f"; did you mean the recipe {close[0]}?" if close else ""

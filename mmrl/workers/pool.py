@@ -167,7 +167,7 @@ class WorkerPool:
                     self.restarts += 1
                     self.asked_again += message is not None
                 print(printable(f"rollout worker {handle.number}: {last}; restarting it"), flush=True)
-        raise UserError(f"rollout worker {handle.number} was lost {ATTEMPTS} times in a row: {last}")
+        raise UserError(f"rollout worker {handle.number} ended or did not answer {ATTEMPTS} times in a row: {last}")
 
     # --- prompts ---
 

@@ -165,20 +165,17 @@ class Recipe:
     def make(self, task: str, rows: int) -> BaseEnv:
         """Makes the environment of a task with `rows` scenes. Raises UserError if it does not support the options."""
         spec, renderer = _spec(task), self._renderer(task)
-        # ManiSkill splits device names at a colon, so "pci:0" needs a name without one.
+        # "pci:0" is the renderer on a CPU. ManiSkill splits names at the colon, so `_renderer` calls it "software".
         backend.render_backend_name_mapping["software"] = "pci:0"
         download_asset.prompt_yes_no = _assets_missing(task)
-        supported = spec.cls.SUPPORTED_OBS_MODES
-        obs_mode = "state" if self.observation != "rgb" else "rgb" if "any_textures" in supported else supported[0]
         size = {"width": self.image_size, "height": self.image_size}
         try:
-            with redirect_stdout(io.StringIO()), frozen_garbage():  # what it prints is in the error too
+            with redirect_stdout(io.StringIO()), objects_kept_from_collection():  # what it prints is in the error too
                 return spec.make(
                     num_envs=rows,
-                    obs_mode=obs_mode,
-                    reward_mode=None
-                    if self.reward == "sparse"
-                    else "normalized_dense",  # sparse rewards come from success
+                    obs_mode=self._observation_mode(spec.cls.SUPPORTED_OBS_MODES),
+                    # sparse rewards are computed from success
+                    reward_mode=None if self.reward == "sparse" else "normalized_dense",
                     control_mode=self.control_mode,
                     sim_backend=device_name(self.sim_backend) if self.sim_backend == "physx_cuda" else self.sim_backend,
                     render_backend=renderer,
@@ -187,6 +184,12 @@ class Recipe:
                 )
         except (NotImplementedError, AssertionError, KeyError) as error:
             raise UserError(f"maniskill: {task} cannot be made with {self._options_text()}: {error!r}") from error
+
+    def _observation_mode(self, supported: Sequence[str]) -> str:
+        """Returns ManiSkill's name of the observations; a task without textures has its first mode for images."""
+        if self.observation != "rgb":
+            return "state"
+        return "rgb" if "any_textures" in supported else supported[0]
 
     def _renderer(self, task: str) -> str:
         """Returns ManiSkill's name of the renderer for a task; "none" if nothing is rendered."""
@@ -373,7 +376,7 @@ class RowBlock:
 
 
 @contextmanager
-def frozen_garbage() -> Iterator[None]:
+def objects_kept_from_collection() -> Iterator[None]:
     """Exempts all existing objects from garbage collection. ManiSkill runs a collection for each scene, and traversing
     all objects of a training process takes longer than making the scene."""
     gc.freeze()

@@ -94,7 +94,10 @@ class _Dataset:
         info = _parsed(path, path.read_text())
         for key in ("codebase_version", "fps", "features", "data_path"):
             if not info.get(key):
-                raise UserError(f"{path} has no key {key}, which LeRobot's formats 2.0 to 3.0 need")
+                raise UserError(
+                    f"{path} has no key {key}, which LeRobot's formats 2.0 to 3.0 have; copy meta/ again, or convert "
+                    "the dataset to v3.0"
+                )
         self.version = str(info["codebase_version"])
         if self.version not in ("v2.0", "v2.1", "v3.0"):
             raise UserError(f"{root}/meta/info.json: unknown version {self.version}; convert the dataset to v3.0")

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from mmrl.preflight.golds import (
     score_golds,
 )
 from mmrl.preflight.prompts import probe_images, probe_overlap, sample_prompts, select_evenly
+from mmrl.preflight.questions import score_with_rewards
 from mmrl.preflight.readers import probe_lengths, probe_placeholders, probe_reading
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rollouts import Prompt, Sample
@@ -135,6 +137,20 @@ def test_custom_rewards_of_groups_are_not_tried():
 def test_a_form_of_the_users_own_is_no_fault():
     rewards = RewardSet([RewardSpec(name="tests.checks.test_check:pays_a_form")])
     assert probe_rewards(prompts("red", "blue"), rewards, "task.rewards", 32, custom=True)[0] == []
+
+
+def refuses(sample):
+    raise UserError("the service is down")
+
+
+def test_scores_of_the_verifier_are_not_shown_as_those_of_rewards_that_fail():
+    def scores(reward):
+        verifier, rewards = (RewardSet([RewardSpec(name=name)]) for name in ("exact_match", reward))
+        task = SimpleNamespace(verifier=verifier, rewards=rewards)
+        return list(score_with_rewards(task, prompts("red", "blue"), 32, CheckReport()))
+
+    assert scores("numeric") == ["numeric"]
+    assert scores("tests.checks.test_check:refuses") == []
 
 
 def test_reasons_are_those_of_the_reward():

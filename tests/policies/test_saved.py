@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from mmrl.runtime.files import use_default_mode
+from mmrl.runtime.files import use_default_permissions
 from tests.policies.conftest import PROMPTS
 
 
@@ -31,7 +31,7 @@ def test_files_of_folders_below_too_and_links_are_left_alone(tmp_path, umask):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o600)
     (tmp_path / "link").symlink_to(target)
-    use_default_mode(tmp_path)
+    use_default_permissions(tmp_path)
     assert stat.S_IMODE((tmp_path / "a/b/c").stat().st_mode) == 0o644
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link"]

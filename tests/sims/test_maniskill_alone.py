@@ -17,7 +17,7 @@ from mani_skill.utils.structs import Actor, Link  # noqa: E402
 
 from mmrl.sims.maniskill.alone import LoneActor, LoneArticulation, LoneLink, use_lone_classes  # noqa: E402
 from mmrl.sims.maniskill.driver import choose_device  # noqa: E402
-from mmrl.sims.maniskill.simulator import REGISTERED_ENVS, frozen_garbage  # noqa: E402
+from mmrl.sims.maniskill.simulator import REGISTERED_ENVS, objects_kept_from_collection  # noqa: E402
 
 try:
     choose_device()
@@ -102,7 +102,7 @@ def test_garbage_of_before_is_left_alone_while_a_scene_is_made():
     old = Loop()
     old.itself, ends = old, weakref.ref(old)
     del old
-    with frozen_garbage():
+    with objects_kept_from_collection():
         new = Loop()
         new.itself, soon = new, weakref.ref(new)
         del new

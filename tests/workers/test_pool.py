@@ -166,7 +166,9 @@ def test_a_worker_that_is_silent_is_given_up(tmp_path, threads, monkeypatch):
 
     monkeypatch.setattr(InThread, "__call__", silent)
     trainer = make(tmp_path, "rollout.workers={timeout: 0.2}", base=IMAGES)
-    with pytest.raises(UserError, match=r"rollout worker 0 was lost 3 times .* rollout.workers.timeout=0.2 s"):
+    with pytest.raises(
+        UserError, match=r"rollout worker 0 ended or did not answer 3 times .* rollout.workers.timeout=0.2 s"
+    ):
         trainer.generator.sync_weights()
     release(trainer)
 

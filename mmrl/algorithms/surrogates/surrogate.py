@@ -208,8 +208,12 @@ class DivergenceMask(Surrogate):
     )
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
-        """Computes -r A, or 0 where the divergence from the old policy is above `bound` and the step would raise it,
-        and statistics; [rollout, decision]. Without an exact divergence it is estimated from the sampled token."""
+        """Computes the loss -r A of each decision and statistics, [rollout, decision].
+
+        The loss is 0 where the divergence from the old policy is above `bound` and a gradient step would increase it.
+        replay: log-probabilities of the micro-batch under the current weights; where its divergence is None, it is
+        estimated from the sampled token.
+        """
         from mmrl.core.regularizers import token_divergence
         from mmrl.core.surrogates import surrogate
         from mmrl.rollouts import old_logp

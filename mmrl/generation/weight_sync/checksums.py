@@ -85,8 +85,10 @@ def _contiguous_sum(values: Tensor, first: int) -> Tensor:
 
 
 def _strided_sum(values: Tensor, first: int, strides: Sequence[int]) -> Tensor:
-    """Returns the checksum of a part of a tensor, an int64 scalar. first, strides: the part's view in the flattened
-    tensor."""
+    """Returns the checksum of `_contiguous_sum` for a part whose elements are not contiguous, an int64 scalar.
+
+    values: the part. Its element at index i is element first + sum(i * strides) of the flattened tensor.
+    """
     total, rows = torch.zeros((), dtype=torch.int64, device=values.device), max(1, CHUNK // max(1, values[:1].numel()))
     for start in range(0, len(values), rows):
         part = values[start : start + rows]

@@ -11,7 +11,7 @@ from typing import IO
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmrl.runtime.files import use_default_mode
+from mmrl.runtime.files import use_default_permissions
 
 GIB = 2**30
 SHARD = 2 * GIB  # bytes of a file of weights; they are in memory until it is written
@@ -72,7 +72,7 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
             shard, size, files = {}, 0, files + 1
     if shard:
         _write(shard, folder, files)
-    use_default_mode(folder)  # a server may run as another user
+    use_default_permissions(folder)  # a server may run as another user
 
 
 def _write(shard: dict[str, Tensor], folder: Path, number: int) -> None:

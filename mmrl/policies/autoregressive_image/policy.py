@@ -19,7 +19,7 @@ from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.policies.vlm.scorer import set_checkpointing, transformers_model, without_checkpointing
 from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_image_parts
-from mmrl.runtime.files import use_default_mode
+from mmrl.runtime.files import use_default_permissions
 from mmrl.schedules.schedule import Schedule
 
 
@@ -220,4 +220,4 @@ class ImageTokenPolicy:
         write_model(self.module.model, folder, state)
         self.tokenizer.save_pretrained(folder)
         self.writer.save(folder)
-        use_default_mode(folder)
+        use_default_permissions(folder)

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.family import Condition, ConditionInputs, Shape
 from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations
-from mmrl.runtime.files import use_default_mode
+from mmrl.runtime.files import use_default_permissions
 from mmrl.runtime.progress import display
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def write(family: Encoders, inputs: Iterable[tuple[ConditionInputs, Shape]], fol
             save_file(tensors, folder / file)
     index = {"pipeline": type(family.pipe).__name__, "text_tokens": family.text_tokens, "files": files}
     (folder / INDEX).write_text(json.dumps(index))
-    use_default_mode(folder)
+    use_default_permissions(folder)
     return len(distinct)
 
 

@@ -31,7 +31,7 @@ from mmrl.policies.diffusion.settings import (
 from mmrl.policies.models import NetworkCall, TrainingEngine
 from mmrl.protocols.teachers import Teachers
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample, require
-from mmrl.runtime.files import use_default_mode
+from mmrl.runtime.files import use_default_permissions
 from mmrl.samplers.chain import Sampler
 
 
@@ -200,7 +200,7 @@ class DiffusionPolicy:
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Saves the trained weights in the format of diffusers. state: the gathered state dict of `self.module`."""
         self.family.save(folder, state)
-        use_default_mode(folder)
+        use_default_permissions(folder)
 
 
 def build_decisions(denoiser: Denoiser) -> Decisions:

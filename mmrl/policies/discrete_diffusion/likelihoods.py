@@ -86,8 +86,11 @@ def spread(seed: int, length: int, num_states: int) -> States:
 
 def staircase(seed: int, blocks: Tensor, num_states: int) -> States:
     """Returns states for the evidence lower bound block by block: each state masks l of the n positions of every block,
-    with l uniform in 1 to n; the masked positions are a uniform random choice. blocks: [position], the block of
-    each."""
+    with l uniform in 1 to n; the masked positions are a uniform random choice.
+
+    The log-probability of a masked position has the weight n / (l * num_states), so that their weighted sum is an
+    unbiased estimate of the bound. blocks: [position], the block of each.
+    """
     generator, masked = _generator(seed), torch.zeros(num_states, len(blocks), dtype=torch.bool)
     weight = torch.zeros(num_states, len(blocks))
     for block in blocks.unique().tolist():

@@ -23,7 +23,7 @@ from mmrl.policies.discrete_diffusion.settings import MaskedLikelihood, RandomSt
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.vlm.critic import write_critic
 from mmrl.rollouts import MOMENTS, OLD_CROSS_ENTROPY, SEGMENTS, Prompt, Replay, Rollouts, Sample, text_image_parts
-from mmrl.runtime.files import use_default_mode
+from mmrl.runtime.files import use_default_permissions
 from mmrl.samplers.chain import derive_seed
 from mmrl.schedules.schedule import Schedule
 
@@ -225,7 +225,7 @@ class DiscreteDiffusionPolicy(ABC):
             write_critic(folder, state)
         if self.layout.codebook is not None:
             codebook.write(folder, self.layout.codebook)
-        use_default_mode(folder)
+        use_default_permissions(folder)
 
 
 class MaskedPolicy(DiscreteDiffusionPolicy):

@@ -113,7 +113,7 @@ class PromptRewritingModel(DiffusionModel):
         if self.writer.originals >= config.group_size:
             raise ValueError(
                 f"model.writer.originals={self.writer.originals} leaves no rollout of rollout.group_size="
-                f"{config.group_size} to the writer; lower model.writer.originals"
+                f"{config.group_size} whose prompt the writer rewrites; lower model.writer.originals"
             )
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:

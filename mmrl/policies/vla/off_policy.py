@@ -92,8 +92,8 @@ class OffPolicyAccess:
         return self._sample([policy_step.observation for policy_step in policy_steps], state, seeds, logp)
 
     def _sample(self, prepared: list[Any], state: Tensor, seeds: Sequence[int], logp: bool) -> SampledActions:
-        """Samples a chunk for each of n observations. prepared: n rows of `prepare`; state: [n, state]; seeds, logp: as
-        in `sample`."""
+        """Samples a chunk for each of n observations; returns rows like those of `encode_observations` and
+        `encode_chunks`. prepared: n rows of `prepare`; state: [n, state]; seeds, logp: as in `sample`."""
         policy, module = self.policy, self.policy.module
         prefix = module.encode(policy.collate(prepared))
         observations = torch.cat([prefix.last.detach().float().cpu(), state.float().cpu()], 1)
@@ -102,7 +102,7 @@ class OffPolicyAccess:
         valid = torch.ones(len(seeds), self.chunk_length, dtype=torch.bool, device=policy.device)
         scored = module.head.score(prefix, state, sampled, valid, None, None)["logp"].sum(1) if logp else None
         actions = sampled["actions"].float()
-        if policy.normalizer is None or policy.normalizer.clipped:  # as the executed actions are
+        if policy.normalizer is None or policy.normalizer.clipped:  # as executed actions are clamped
             actions = actions.clamp(-1, 1)
         chunks = torch.cat([actions.flatten(1), valid.float()], 1)
         return SampledActions(observations, chunks, scored)

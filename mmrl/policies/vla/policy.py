@@ -53,7 +53,7 @@ from mmrl.rollouts import (
     Sample,
     Steps,
 )
-from mmrl.runtime.files import use_default_mode
+from mmrl.runtime.files import use_default_permissions
 from mmrl.samplers.chain import derive_seed
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import plain
@@ -589,7 +589,7 @@ def save(
     save_file({**critic_weights, **{f"head.{name}": value for name, value in head_weights.items()}}, folder / WEIGHTS)
     config = plain(action) | ({} if state_statistics is None else {"states": state_statistics.to_json()})
     (folder / CONFIG).write_text(json.dumps(config, indent=2))
-    use_default_mode(folder)
+    use_default_permissions(folder)
 
 
 def without_prefix(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.scorer import TokenScorer, set_checkpointing, transformers_model
 from mmrl.protocols.parts import PromptCheck, PromptReader
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
-from mmrl.runtime.files import use_default_mode
+from mmrl.runtime.files import use_default_permissions
 from mmrl.schedules.schedule import Schedule, constant
 
 
@@ -250,4 +250,4 @@ class VisionLanguagePolicy:
         save_processor(self.tokens.processor, folder)
         if self.module.critic is not None:
             write_critic(folder, state)
-        use_default_mode(folder)
+        use_default_permissions(folder)

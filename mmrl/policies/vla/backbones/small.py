@@ -179,7 +179,7 @@ class SmallBackbone(Backbone):
             self.warned.update(unknown)
             _log.warning(
                 "the small model does not know the words %s of the prompt %r and cannot tell them apart; it knows: %s. "
-                "A model.build of your own can name others (sims/README.md)",
+                "To add words, set model.build to a function that builds the model with your own (sims/README.md)",
                 ", ".join(unknown),
                 text,
                 " ".join(self.config.words),

@@ -153,13 +153,13 @@ class LatentHead(DiagonalGaussianHead):
     # --- latents ---
 
     def _random_numbers(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples the random numbers of one chunk: noise of all latents [K, Z], uniform numbers for the exits
-        [K - 1 or 0], and noise of the actions [chunk, action]. All are sampled even if the latents end early."""
+        """Samples the random numbers of one chunk: noise of K latents [K, Z], uniform numbers that decide after each
+        latent but the last whether to stop [K - 1, or 0 where all are sampled], and noise of the actions [chunk,
+        action]. All are sampled even if the latents end early, so that the noise of the actions depends on the seed
+        alone."""
         generator = torch.Generator().manual_seed(seed)
-        noise, uniform = (
-            torch.randn(self.steps, self.latent_dim, generator=generator),
-            torch.rand(self.exits, generator=generator),
-        )
+        noise = torch.randn(self.steps, self.latent_dim, generator=generator)
+        uniform = torch.rand(self.exits, generator=generator)
         return noise, uniform, torch.randn(self.shape, generator=generator)
 
     def _latent_mask(self, count: Tensor) -> Tensor:
