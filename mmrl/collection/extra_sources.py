@@ -67,6 +67,7 @@ class ExtraSource(Choice):
         "self_corrections": "mmrl.collection.self_correction:SelfCorrections",
         "success_replay": "mmrl.collection.replay_buffer:SuccessReplay",
         "self_imitation": "mmrl.collection.replay_buffer:SelfImitation",
+        "advantage_replay": "mmrl.collection.replay_buffer:AdvantageReplay",
         "stored_steps": "mmrl.collection.stored_steps.source:StoredSteps",
         "action_proposals": "mmrl.collection.stored_steps.proposals:ActionProposals",
     }
@@ -181,12 +182,10 @@ class ExtraRolloutSources:
         if not sources:
             return fresh
         added = fill_in_nodes(fresh, [source.make(fresh) for source in sources])
-        added = [fill_in_columns(part, fresh) for part in added]
         if any(part.old_logp is not None for part in added):
             fresh = with_old_logp(fresh)
-            # again, since the fresh rollouts have another column now
-            added = [fill_in_columns(part, fresh) for part in added]
-        return Rollouts.concat([fresh, *added])
+        fresh = with_records(fresh, added)
+        return Rollouts.concat([fresh, *(fill_in_columns(part, fresh) for part in added)])
 
     def observe(self, batch: Batch) -> None:
         for source in self.sources:
@@ -306,3 +305,13 @@ def with_old_logp(rollouts: Rollouts) -> Rollouts:
     if rollouts.old_logp is not None:
         return rollouts
     return replace(rollouts, old_logp=torch.full(rollouts.mask.shape, torch.nan))
+
+
+def with_records(rollouts: Rollouts, parts: Sequence[Rollouts]) -> Rollouts:
+    """Returns rollouts with a blank record for each record of `extras` that one of `parts` has and they lack."""
+    from mmrl.rollouts import Extra
+
+    records = {name: record for part in parts for name, record in part.extras.items() if isinstance(record, Extra)}
+    return replace(
+        rollouts, extras={name: record.blank(rollouts) for name, record in records.items()} | rollouts.extras
+    )

@@ -1,4 +1,4 @@
-"""Sources that replay correct rollouts of earlier steps."""
+"""Sources that replay rollouts of earlier steps: correct ones, or those with large advantages."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Rollouts
 
 FIRST_GROUP = -(1 << 40)  # group ids of imitated rollouts fall from here, below those of demonstrations
+FIRST_LARGE = -(1 << 44)  # likewise of rollouts with large advantages
 Stored = dict[str, Any]  # what the policy needs to restore a rollout, with its rewards and log-probabilities
 
 
@@ -69,37 +70,7 @@ class ReplaySource(ExtraSource):
         scored = ~rollouts.rewards.isnan().any(1)
         new = (rollouts.origin == FRESH) | (rollouts.origin == EXTRA)
         correct = (rollouts.accuracy >= self.accuracy) & new & batch.rollout_mask & scored
-        rows = rollouts.select(correct)
-        assert rows.prompt is not None and rows.rewards is not None and rows.accuracy is not None
-        stored = []
-        for i, state in enumerate(self._context.policy.serialize(rows)):
-            entry: Stored = {"state": state, "rewards": rows.rewards[i].tolist(), "accuracy": float(rows.accuracy[i])}
-            if self.likelihoods == "recorded":
-                assert rows.old_logp is not None
-                entry["logp"] = rows.old_logp[i].tolist()
-            stored.append((int(rows.group[i]), int(rows.prompt[i]), entry))
-        return stored
-
-    def _restore(self, prompts: list[int], stored: list[Stored], group: Tensor) -> Rollouts:
-        """Restores stored rollouts, with rewards, accuracy and log-probabilities. prompts: their indices. group: their
-        new group ids, [rollout]."""
-        import torch
-
-        from mmrl.rollouts import REPLAYED
-
-        context = self._context
-        questions = [context.prompts[prompt] for prompt in prompts]
-        restored: Rollouts = context.policy.deserialize(questions, [rollout["state"] for rollout in stored])
-        restored.group, restored.prompt = group, torch.tensor(prompts)
-        restored.origin = torch.full((len(stored),), REPLAYED)
-        restored.rewards = torch.tensor([rollout["rewards"] for rollout in stored])
-        restored.accuracy = torch.tensor([rollout["accuracy"] for rollout in stored])
-        if self.likelihoods == "recorded":
-            restored.old_logp = torch.zeros(restored.mask.shape)
-            for row, rollout in enumerate(stored):
-                count = min(restored.mask.shape[1], len(rollout["logp"]))  # beyond it there is only padding
-                restored.old_logp[row, :count] = torch.tensor(rollout["logp"][:count])
-        return restored
+        return stored_rows(rollouts.select(correct), self._context.policy, logp=self.likelihoods == "recorded")
 
     def state(self) -> dict[str, Any]:
         return {"prompts": list(self._stored), "stored": [list(stored) for stored in self._stored.values()]}
@@ -145,7 +116,7 @@ class SuccessReplay(ReplaySource):
         if not selected:
             return pad_to_all_ranks([], fresh, context)
         groups, prompts, stored = (list(column) for column in zip(*selected, strict=True))
-        return pad_to_all_ranks([self._restore(prompts, stored, torch.tensor(groups))], fresh, context)
+        return pad_to_all_ranks([restored(context, prompts, stored, torch.tensor(groups))], fresh, context)
 
 
 class SelfImitation(ReplaySource):
@@ -178,7 +149,7 @@ class SelfImitation(ReplaySource):
         local = slice(rank * self.count // world, (rank + 1) * self.count // world)
         prompts, stored = (list(column) for column in zip(*sampled[local], strict=True))
         positions = torch.arange((self._drawn - 1) * self.count, self._drawn * self.count)[local]
-        imitated = self._restore(prompts, stored, FIRST_GROUP - positions)  # each is a group of its own
+        imitated = restored(context, prompts, stored, FIRST_GROUP - positions)  # each is a group of its own
         imitated.rewards = torch.full_like(imitated.rewards, torch.nan)  # type: ignore[arg-type]
         return imitated
 
@@ -188,3 +159,116 @@ class SelfImitation(ReplaySource):
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
         self._drawn = state["drawn"]
+
+
+class AdvantageReplay(ExtraSource):
+    """Rollouts of earlier steps whose advantages were large, right and wrong ones, for the loss term
+    `replay_policy_gradient`.
+
+    The last `keep` of all prompts are stored, with their advantages and log-probabilities, equal on all ranks. Every
+    `every` steps some of them are replayed.
+    """
+
+    equation: ClassVar[str] = (
+        "rollouts of origin 2 (replayed), without rewards, drawn from the last `keep` with |mean_t A_t| >= least"
+    )
+    source: ClassVar[str] = "EFRame, arXiv 2506.22200, and 597358816/EFRame at 173b698, which replays |A| > 1"
+    test: ClassVar[str] = "tests/joints/test_large_advantages.py"
+
+    makes: ClassVar[RolloutKind | None] = "large_advantages"
+    type: str = "advantage_replay"
+    count: int = option(64, "replayed rollouts, over all ranks; fewer if fewer are stored", ge=1)
+    every: int = option(5, "steps from one replay to the next", unit="steps", ge=1)
+    keep: int = option(512, "rollouts that are kept; the oldest are removed first", ge=1)
+    least: float = option(1.0, "smallest size of the mean advantage of a rollout that is kept", gt=0)
+    _stored: list[tuple[int, Stored]] = PrivateAttr(default_factory=list)  # prompt and rollout, oldest first
+    _steps: int = PrivateAttr(default=0)  # steps so far
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({Storing}), statistics=frozenset({"logp"}))
+
+    def start(self, context: SourceContext) -> None:
+        self._context, self._stored, self._steps = context, [], 0
+
+    def observe(self, batch: Batch) -> None:
+        """Stores the new rollouts of all ranks with a large advantage, in the order of their groups."""
+        from mmrl.rollouts import EXTRA, FRESH, mean_advantages, require
+
+        rollouts = batch.rollouts
+        origin, advantages = require(rollouts.origin, "origins"), mean_advantages(rollouts)
+        large = (advantages.abs() >= self.least) & ((origin == FRESH) | (origin == EXTRA))
+        rows = stored_rows(rollouts.select(large), self._context.policy, logp=True)
+        for (_, _, entry), advantage in zip(rows, advantages[large].tolist(), strict=True):
+            entry["advantage"] = advantage
+        gathered = sorted(batch.gather_list(rows), key=itemgetter(0))
+        self._stored = [*self._stored, *((prompt, entry) for _, prompt, entry in gathered)][-self.keep :]
+
+    def make(self, fresh: Rollouts) -> Rollouts:
+        """Returns this rank's share of the replayed rollouts, each in a group of its own, with the column
+        REPLAYED_ADVANTAGES; NaN where a rollout only makes ranks equal."""
+        import torch
+
+        from mmrl.rollouts import Column
+        from mmrl.terms.losses.replay_policy_gradient import REPLAYED_ADVANTAGES
+
+        context, parts = self._context, []
+        self._steps += 1
+        if self._steps % self.every == 0 and self._stored:
+            rng = random.Random(f"{context.seed} {self._steps}")
+            sampled = rng.sample(range(len(self._stored)), min(self.count, len(self._stored)))
+            rank, world = context.rank_and_world
+            positions = range(rank, len(sampled), world)
+            local = [self._stored[sampled[position]] for position in positions]
+            if local:
+                prompts, stored = (list(column) for column in zip(*local, strict=True))
+                groups = FIRST_LARGE - self._steps * self.keep - torch.tensor(positions)
+                parts.append(restored(context, prompts, stored, groups))
+                parts[0].rewards = torch.full_like(parts[0].rewards, torch.nan)  # type: ignore[arg-type]
+        replayed = pad_to_all_ranks(parts, fresh, context)
+        advantages = torch.full((len(replayed),), torch.nan)
+        for part in parts:
+            advantages[: len(part)] = torch.tensor([entry["advantage"] for entry in stored])
+        replayed.extras[REPLAYED_ADVANTAGES] = Column(advantages)
+        return replayed
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps, "stored": [list(pair) for pair in self._stored]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._steps, self._stored = state["steps"], [(prompt, stored) for prompt, stored in state["stored"]]
+
+
+def stored_rows(rows: Rollouts, policy: Any, *, logp: bool) -> list[tuple[int, int, Stored]]:
+    """Returns group id, prompt index and stored form of rollouts. logp: whether their log-probabilities are stored
+    too."""
+    assert rows.prompt is not None and rows.rewards is not None and rows.accuracy is not None
+    stored = []
+    for i, state in enumerate(policy.serialize(rows)):
+        entry: Stored = {"state": state, "rewards": rows.rewards[i].tolist(), "accuracy": float(rows.accuracy[i])}
+        if logp:
+            assert rows.old_logp is not None
+            entry["logp"] = rows.old_logp[i].tolist()
+        stored.append((int(rows.group[i]), int(rows.prompt[i]), entry))
+    return stored
+
+
+def restored(context: SourceContext, prompts: list[int], stored: list[Stored], group: Tensor) -> Rollouts:
+    """Restores stored rollouts, with rewards, accuracy and the log-probabilities that were stored. prompts: their
+    indices. group: their new group ids, [rollout]."""
+    import torch
+
+    from mmrl.rollouts import REPLAYED
+
+    questions = [context.prompts[prompt] for prompt in prompts]
+    rollouts: Rollouts = context.policy.deserialize(questions, [rollout["state"] for rollout in stored])
+    rollouts.group, rollouts.prompt = group, torch.tensor(prompts)
+    rollouts.origin = torch.full((len(stored),), REPLAYED)
+    rollouts.rewards = torch.tensor([rollout["rewards"] for rollout in stored])
+    rollouts.accuracy = torch.tensor([rollout["accuracy"] for rollout in stored])
+    if all("logp" in rollout for rollout in stored):
+        rollouts.old_logp = torch.zeros(rollouts.mask.shape)
+        for row, rollout in enumerate(stored):
+            count = min(rollouts.mask.shape[1], len(rollout["logp"]))  # beyond it there is only padding
+            rollouts.old_logp[row, :count] = torch.tensor(rollout["logp"][:count])
+    return rollouts

@@ -18,13 +18,19 @@ SEED_OFFSET = 1 << 31  # added to the run's seed, so that no response is sampled
 
 class ExtraRollouts(ExtraSource):
     """Prompts whose rollouts are all wrong are sampled again, at another temperature, and the right responses join
-    their group; wrong ones are dropped. Together with `success_replay` it explores, filters and replays."""
+    their group; wrong ones are dropped.
+
+    EFRame also filters rollouts (algorithm.masks=[small_advantages]) and replays some (the source advantage_replay with
+    the term replay_policy_gradient).
+    """
 
     equation: ClassVar[str] = (
         "A_i of the group G with those of `count` responses at temperature `temperature` that are right; each replayed "
         "at its own temperature"
     )
-    source: ClassVar[str] = "reconstructed from EFRame, arXiv 2506.22200: extra rollouts and their filter"
+    source: ClassVar[str] = (
+        "EFRame, arXiv 2506.22200, which judges extra rollouts by their advantages, not by being right"
+    )
     test: ClassVar[str] = "tests/joints/test_retries.py"
 
     makes: ClassVar[RolloutKind | None] = "other"

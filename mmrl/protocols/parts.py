@@ -15,7 +15,7 @@ from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 PromptCheck = Callable[[Prompt], str | None]  # returns why the policy cannot read a prompt, in one line; None: it can
 # What sources of rollout.extras make. demonstrations: known answers; replayed: rollouts or steps of earlier training
 # steps; proposals: actions that are not executed; other: rollouts of this training step.
-RolloutKind = Literal["demonstrations", "replayed", "proposals", "other"]
+RolloutKind = Literal["demonstrations", "replayed", "large_advantages", "proposals", "other"]
 
 
 class Source(Protocol):

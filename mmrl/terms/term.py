@@ -32,6 +32,7 @@ class Term(Choice):
         "entropy": "mmrl.terms.losses.entropy:Entropy",
         "likelihood": "mmrl.terms.losses.likelihood:LikelihoodTerm",
         "advantage_weighted": "mmrl.terms.losses.advantage_weighted:AdvantageWeightedTerm",
+        "replay_policy_gradient": "mmrl.terms.losses.replay_policy_gradient:ReplayPolicyGradient",
         "q_weighted": "mmrl.terms.losses.q_weighted:QWeightedTerm",
         "q_policy_gradient": "mmrl.terms.losses.q_policy_gradient:QPolicyGradient",
         "q_gradient": "mmrl.terms.losses.q_gradient:QGradient",
@@ -165,6 +166,7 @@ class Mask(Choice):
         "entropy_share": "mmrl.terms.masks.decisions:EntropyShare",
         "covariance_clip": "mmrl.terms.masks.decisions:CovarianceClip",
         "token_budget": "mmrl.terms.masks.decisions:TokenBudget",
+        "small_advantages": "mmrl.terms.masks.decisions:SmallAdvantages",
         "best_of_group": "mmrl.terms.masks.rollouts:BestOfGroup",
         "process_agreement": "mmrl.terms.masks.rollouts:ProcessAgreement",
     }

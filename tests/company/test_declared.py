@@ -87,6 +87,8 @@ OWN = {
     "token_budget": "budget: 20",
     "covariance_clip": "share: 0.2, low: -5",
     "guided_prefixes": "count: 4",
+    "small_advantages": "least: 0.3",
+    "advantage_replay": "every: 1, least: 0.01",
     "section_credit": "sections: [{end: '1', weight: 2}]",
 }
 # What a part needs beside it, which its surroundings then have too.
@@ -95,6 +97,7 @@ AROUND = {
     "modes": "algorithm.baseline=mean",
     # so that all of a group are wrong by chance
     **dict.fromkeys(("extra_rollouts", "guided_prefixes"), "rollout.group_size=2"),
+    "replay_policy_gradient": "rollout.extras=[{type: advantage_replay, every: 1, least: 0.01}]",
     "long_wrong": "rollout.group_size=48",  # so that a right one is shorter than a wrong one by chance
     "shared_prefix": "rollout.temperature=0.2",  # so that responses of a group begin alike
     **dict.fromkeys(("prefix_mean", "subtree_advantages"), "rollout.extras=[branches]"),
@@ -102,6 +105,7 @@ AROUND = {
 }
 AROUND_NOT = {"shared_prefix": ("images",)}  # they have no temperature
 AROUND_NOT |= {"self_corrections": ("images", "actions")}  # they have no response
+AROUND_NOT |= {"replay_policy_gradient": ("images", "actions")}  # they are not stored
 AROUND_NOT |= dict.fromkeys(("prefix_mean", "subtree_advantages"), ("images", "actions"))  # they do not branch
 FACTORS = {
     "dynamic sampling": ("rollout.dynamic_sampling={max_rounds: 2}",),

@@ -91,3 +91,36 @@ class TokenBudget(Mask):
         if not len(ascending):
             return torch.ones_like(batch.rollouts.mask)
         return priority <= ascending[min(self.budget, len(ascending)) - 1]
+
+
+class SmallAdvantages(Mask):
+    """Drops new rollouts with a small mean advantage from the loss. Unlike masks of rollouts, it leaves them in their
+    group's statistics. EFRame also drops truncated rollouts with a positive advantage, and of the responses of
+    rollout.extras=[extra_rollouts] it keeps only those with a large advantage."""
+
+    equation: ClassVar[str] = (
+        "keep where |A| >= least, |A| >= extra for extra rollouts, and not (truncated and A > 0); A the mean over the "
+        "decisions of the rollout"
+    )
+    source: ClassVar[str] = "EFRame, arXiv 2506.22200, and 597358816/EFRame at 173b698"
+    test: ClassVar[str] = "tests/joints/test_large_advantages.py"
+    type: str = "small_advantages"
+    least: float = option(0.05, "smallest size of a new rollout's mean advantage", ge=0)
+    extra: float = option(1.0, "the same for rollouts of rollout.extras that join groups, such as extra_rollouts", ge=0)
+    truncated: bool = option(True, "drop truncated rollouts with a positive advantage")
+
+    def keep(self, batch: Batch) -> Tensor:
+        """Returns which rollouts are kept, [rollout, decision] bool, and logs their share. Replayed rollouts and
+        demonstrations are kept."""
+        import torch
+
+        from mmrl.rollouts import EXTRA, FRESH, mean_advantages
+
+        rollouts = batch.rollouts
+        advantages, truncated = mean_advantages(rollouts), batch.local(batch.column("truncated")) > 0
+        origin = torch.full((len(rollouts),), FRESH) if rollouts.origin is None else rollouts.origin
+        least = torch.tensor(self.extra).where(origin == EXTRA, self.least)
+        large = (advantages.abs() >= least) & ~(truncated & (advantages > 0) & self.truncated)
+        selected = large | ((origin != FRESH) & (origin != EXTRA))
+        batch.report({"small_advantages/kept": float(batch.gather(selected).float().mean())})
+        return selected[:, None].expand(rollouts.mask.shape)
