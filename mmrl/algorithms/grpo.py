@@ -16,5 +16,4 @@ class GRPO(GroupedAlgorithm, RatioAlgorithm):
 
     equation: ClassVar[str] = "A = (r - baseline) / scale; surrogate(r, A)"
     source: ClassVar[str] = "DeepSeekMath, arXiv 2402.03300"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "grpo"

@@ -46,7 +46,6 @@ class PPO(RatioAlgorithm):
     test: ClassVar[str] = "tests/joints/test_ppo.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "rollouts"
     collection: ClassVar[CollectionSettings] = Independent
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "ppo"
     gamma: float = option(0.99, "discount per time step", gt=0, le=1)
     lam: TraceDecay = option(

@@ -19,6 +19,7 @@ from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.algorithms.scales.scale import Scale
 from mmrl.algorithms.surrogates.surrogate import Surrogate
 from mmrl.cli.keys import yaml_default
+from mmrl.cli.public_code import lines_of, note_of
 from mmrl.collection.extra_sources import ExtraSource
 from mmrl.config import job
 from mmrl.errors import UserError
@@ -148,10 +149,7 @@ def _overview() -> list[str]:
     """Returns one line for each method: first the recommended ones, then a block for each base class."""
     blocks: dict[str, list[str]] = {}
     for base, name, method_class in methods():
-        library = compared_with(method_class).partition("@")[0].rpartition("/")[2]
-        note = f" (variant: as {library})" if library else ""
-        if is_reconstructed(method_class):
-            note = " (reconstructed)"
+        note = " (reconstructed)" if is_reconstructed(method_class) else note_of(base.title, name)
         blocks.setdefault(base.title, []).append(f"  {name:<18} {first_sentence(method_class)}{note}")
     blocks["reward"] = [f"  {name:<18} {first_sentence(builder)}" for name, builder in rewards().items()]
     blocks["simulator"] = [f"  {name:<18} mmrl methods {name} explains its task.options" for name in SIMULATORS]
@@ -163,12 +161,6 @@ def _overview() -> list[str]:
 def is_reconstructed(method_class: type[Choice]) -> bool:
     """Returns True if a method was written from a paper's abstract or a summary, without the authors' code."""
     return class_variable(method_class, "source").startswith("reconstructed")
-
-
-def compared_with(method_class: type[Choice]) -> str:
-    """Returns the public code, as REPOSITORY@COMMIT, whose numbers a test compares this class with; "" if there is
-    none. Subclasses of a compared method are not compared."""
-    return str(vars(method_class)["compared"]) if "compared" in vars(method_class) else ""
 
 
 def _base_of(method_class: object, name: str) -> type[Choice]:
@@ -242,8 +234,7 @@ def describe_method(base: type[Choice], name: str, method_class: type[Choice]) -
     for attribute in ("equation", "at_one_update", "source", *(["test"] if is_shipped else [])):
         if value := class_variable(method_class, attribute):
             lines.append(f"  {attribute.replace('_', ' ')}: {value}")
-    if repository := compared_with(method_class):
-        lines.append(f"  variant: equal by value to {repository} (tests/joints/test_*_numbers.py)")
+    lines += [f"  {line}" for line in lines_of(base.title, name)]
     if changes := class_variable(method_class, "changes"):
         lines.append(f"  changes: {', '.join(sorted(changes))}")
     if (needs := needs_of(method_class)) is not None:

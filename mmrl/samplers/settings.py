@@ -64,7 +64,6 @@ class FlowSDE(DenoisingTransition):
 
     equation: ClassVar[str] = "g = noise sqrt(s / (1 - s)); mean = x + (v + g^2 (x + (1 - s) v) / (2 s)) dt"
     source: ClassVar[str] = "Flow-GRPO, arXiv 2505.05470"
-    compared: ClassVar[str] = "yifan123/flow_grpo@ac4c86e8"
     type: str = "flow_sde"
     noise: float = option(0.7, "the paper's a", ge=0)
 

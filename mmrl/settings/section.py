@@ -54,7 +54,6 @@ class Choice(Section):
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""  # the paper an equation comes from
     test: ClassVar[str] = ""  # the test file that checks it
-    compared: ClassVar[str] = ""  # public code that gives the same numbers, as REPOSITORY@COMMIT; empty: none
     of_numbers: ClassVar[bool] = False  # whether a plain number is short for {type: constant, number: ...}
 
     @model_validator(mode="before")

@@ -3,116 +3,38 @@
 `public_numbers.json` holds, by repository, the commit and file, the inputs, and what its functions returned for them:
 advantages, or a loss and its gradient by the new log-probabilities; of decisions that count alone."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
+import yaml
 
-from mmrl.cli.methods import compared_with, methods
-from mmrl.samplers.settings import DenoisingTransition
-from mmrl.samplers.transitions import gaussian_step
+from mmrl.cli.methods import methods
+from mmrl.cli.public_code import REPOSITORIES
+from mmrl.rollouts import DEMONSTRATION
+from mmrl.samplers.score import chain_likelihood, matching_likelihood
+from mmrl.samplers.settings import DenoisingTransition, Window
+from mmrl.samplers.transitions import Coefficients
 from mmrl.settings import choose
 from tests.joints import test_robot_numbers as robots
 from tests.joints.parts import Table, steps
+from tests.joints.public_cases import (
+    CONFIGURATIONS,
+    DIFFERENT,
+    EQUAL,
+    GRADIENT_ALONE,
+    INPUTS,
+    PUBLIC,
+    SHOWN_OTHERWISE,
+    STEPS,
+    STEPS_UP_TO_CONSTANTS,
+)
 
-PUBLIC = json.loads((Path(__file__).parent / "public_numbers.json").read_text())
-VERL = PUBLIC["volcengine_verl"]
-INPUTS = VERL["inputs"]
-NO_BASELINE = "baseline: none, scale: none"  # advantages are the rewards
-KL = "algorithm={{type: grpo, terms: [{{type: kl, coefficient: 1.0, estimator: {}}}]}}"
-
-# The function, the configuration that does the same, and the methods that this shows, by choice and name.
-ADVANTAGES = [
-    ("compute_grpo_outcome_advantage", "algorithm=grpo", {("algorithm", "grpo"), ("scale of advantages", "group_std")}),
-    (
-        "compute_grpo_outcome_advantage norm_adv_by_std_in_grpo=False",
-        "algorithm={type: grpo, scale: none}",
-        {("baseline", "mean"), ("scale of advantages", "none")},
-    ),
-    (
-        "compute_rloo_outcome_advantage",
-        "algorithm={type: grpo, baseline: leave_one_out}",
-        {("baseline", "leave_one_out")},
-    ),
-    (
-        "compute_opo_outcome_advantage",
-        "algorithm={type: grpo, baseline: length_weighted}",
-        {("baseline", "length_weighted")},
-    ),
-    (
-        "compute_reinforce_plus_plus_baseline_outcome_advantage",
-        "algorithm={type: grpo, scale: none, shaping: [whitening]}",
-        {("advantage shaper", "whitening")},
-    ),
-    (
-        "compute_reinforce_plus_plus_outcome_advantage gamma=1",
-        f"algorithm={{type: grpo, {NO_BASELINE}, shaping: [whitening]}}",
-        {("advantage shaper", "whitening"), ("baseline", "none")},
-    ),
-    (
-        "compute_grpo_passk_outcome_advantage",
-        "algorithm={type: grpo, baseline: none, scale: none, transforms: [{type: best_only, divide: false}]}",
-        {("transform of rewards", "best_only")},
-    ),
-    (
-        "compute_gae_advantage_return gamma=0.9 lam=0.8",
-        "algorithm={type: ppo, gamma: 0.9, lam: 0.8}",
-        {("algorithm", "ppo")},
-    ),
+CASES = [
+    (repository, function, ours)
+    for table in (EQUAL, DIFFERENT)
+    for repository, functions in table.items()
+    for function, ours in functions.items()
 ]
-CLIP = "surrogate: {{type: {}, low: 0.2, high: 0.28{}}}"
-PLAIN = CLIP.format("clip", "")
-VANILLA = "compute_policy_loss_vanilla clip_ratio_c=1e9"
-LOSSES = [
-    (VANILLA, f"algorithm={{type: grpo, {NO_BASELINE}, {PLAIN}}}", {("surrogate", "clip")}),
-    (
-        "compute_policy_loss_vanilla clip_ratio_c=1.5",
-        f"algorithm={{type: grpo, {NO_BASELINE}, {CLIP.format('dual_clip', ', cap: 1.5')}}}",
-        {("surrogate", "dual_clip")},
-    ),
-    (
-        f"{VANILLA} seq-mean-token-mean",
-        f"algorithm={{type: grpo, {NO_BASELINE}, {PLAIN}, reduce: sequence_mean}}",
-        set(),
-    ),
-    (f"{VANILLA} seq-mean-token-sum", f"algorithm={{type: grpo, {NO_BASELINE}, {PLAIN}, reduce: sequence_sum}}", set()),
-    (
-        "compute_policy_loss_gspo",
-        f"algorithm={{type: grpo, {NO_BASELINE}, level: sequence, surrogate: {{type: clip, low: 0.03, high: 0.04}}}}",
-        {("surrogate", "clip")},
-    ),
-    (
-        "compute_policy_loss_sapo",
-        f"algorithm={{type: grpo, {NO_BASELINE}, surrogate: soft, reduce: sequence_mean}}",
-        {("surrogate", "soft")},
-    ),
-    (
-        "compute_policy_loss_geo_mean clip_ratio_low=0.4 clip_ratio_high=0.4",
-        f"algorithm={{type: grpo, {NO_BASELINE}, surrogate: geometric}}",
-        {("surrogate", "geometric")},
-    ),
-    (
-        "compute_policy_loss_cispo",
-        f"algorithm={{type: grpo, {NO_BASELINE}, {CLIP.format('cispo', '')}}}",
-        {("surrogate", "cispo")},
-    ),
-    (
-        "compute_policy_loss_gpg",
-        f"algorithm={{type: grpo, {NO_BASELINE}, surrogate: reinforce}}",
-        {("surrogate", "reinforce")},
-    ),
-    *(
-        (f"kl_penalty {public}", KL.format(ours), {("loss term", "kl")})
-        for public, ours in (("k1", "k1"), ("abs", "absolute"), ("k2", "k2"), ("k3", "k3"))
-    ),
-]
-# Losses whose value is of another form with the same gradient: minus A sg(r) logp there, minus A sg(r) r / sg(r) here.
-GRADIENT_ALONE = {"compute_policy_loss_cispo", "compute_policy_loss_gpg"}
-
-
-def table(rewards):
-    return Table(INPUTS["old_logp"], group=INPUTS["group"], rewards=rewards, value=INPUTS["values"])
+MARKS = [f"{repository} {function}".replace("/", ":") for repository, function, _ in CASES]
 
 
 def padded(rows):
@@ -120,66 +42,152 @@ def padded(rows):
     return [[*row, *[0.0] * (width - len(row))] for row in rows]
 
 
-def alike(found, rows, mask):
-    torch.testing.assert_close(found.where(mask, 0.0).double(), torch.tensor(padded(rows)).double(), atol=2e-5, rtol=0)
+def agree(found, rows, mask):
+    found, expected = found.where(mask, 0.0).double(), torch.tensor(padded(rows)).double()
+    return torch.allclose(found, expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("function", "option", "shows"), ADVANTAGES, ids=[case[0] for case in ADVANTAGES])
-def test_advantages(given, function, option, shows):
-    one = table(INPUTS["rewards"])
-    made = given(
-        one, "rollout={prompts: 6, group_size: 1}" if "ppo" in option else "rollout={prompts: 2, group_size: 3}", option
-    )
-    rollouts = one.rollouts()
+def rollout_of(ours):
+    """The options of the rollouts that a configuration of ours needs."""
+    if ours == "dft":  # demonstrations
+        return "rollout={prompts: 6}"
+    return f"rollout={{prompts: {6 if ours == 'ppo' else 2}, group_size: {1 if ours == 'ppo' else 3}}}"
+
+
+def prepared(given, ours, numbers):
+    """The job of a configuration of ours before its first update, and its rollouts. numbers: the shared inputs, with
+    rewards [rollout] or [rollout][reward], rows that are demonstrations, and entropies of some functions alone."""
+    option, _ = CONFIGURATIONS[ours]
+    columns = {"value": INPUTS["values"], "view": INPUTS["old_logp"]}
+    columns |= {"entropy": numbers["entropy"]} if "entropy" in numbers else {}
+    columns |= {"prediction": INPUTS["old_logp"]} if "nft" in ours else {}
+    table = Table(INPUTS["old_logp"], group=INPUTS["group"], rewards=numbers["rewards"], **columns)
+    two = ["task.names=[mark, form]", "task.weights=[1.0, 0.5]"] if table.rewards.shape[1] == 2 else []
+    made = given(table, rollout_of(ours), option, "algorithm.epochs=2", *two)
+    rollouts = table.rollouts()
     last = [[float(t == len(row) - 1) for t in range(len(row))] for row in INPUTS["old_logp"]]
-    rollouts.extras["steps"] = steps(one, values=INPUTS["values"], terminated=last)
-    made.prepare(rollouts)
-    alike(rollouts.advantages.expand(one.mask.shape), VERL["numbers"][function]["advantages"], one.mask)
-    if "returns" in VERL["numbers"][function]:
-        alike(rollouts.extras["steps"].returns, VERL["numbers"][function]["returns"], one.mask)
-
-
-@pytest.mark.parametrize(("function", "option", "shows"), LOSSES, ids=[case[0] for case in LOSSES])
-def test_losses(given, function, option, shows):
-    is_kl = function.startswith("kl_penalty")
-    one = table([0.0] * 6 if is_kl else INPUTS["rewards"])
-    made = given(one, "rollout={prompts: 2, group_size: 3}", option, "algorithm.epochs=2")
-    if is_kl:  # the reference is the policy that the run begins with; the KL is taken at the first update
+    rollouts.extras["steps"] = steps(table, values=INPUTS["values"], terminated=last)
+    demonstrated = numbers.get("demonstrated", ())
+    rollouts.origin = torch.tensor([DEMONSTRATION * (row in demonstrated) for row in range(len(rollouts))])
+    if ours.startswith("kl ") or ours == "preference":  # of the reference, the policy that the run begins with
         made.move(logp=INPUTS["moved"])
-    made.prepare()
-    made.move(logp=INPUTS["moved"])
+    made.prepare(rollouts)
+    return made, rollouts
+
+
+@pytest.mark.parametrize(("repository", "function", "ours"), CASES, ids=MARKS)
+def test_numbers(given, repository, function, ours):
+    expected = PUBLIC[repository]["numbers"][function]
+    numbers = INPUTS | expected  # some have rewards or log-probabilities of their own
+    if ours.startswith("kl ") or ours == "view":
+        numbers |= {"rewards": [0.0] * 6}
+    made, rollouts = prepared(given, ours, numbers)
+    mask, is_equal = made.table.mask, function in EQUAL.get(repository, {})
+    if "advantages" in expected:
+        assert agree(rollouts.advantages.expand(mask.shape), expected["advantages"], mask) is is_equal
+        if "returns" in expected:
+            assert agree(rollouts.extras["steps"].returns, expected["returns"], mask)
+        return
+    moved = "prediction" if "nft" in ours else "logp"
+    made.move(**{moved: numbers["moved"]})
     loss = made.learn()
-    expected = VERL["numbers"][function]
-    if function not in GRADIENT_ALONE:
+    assert agree(made.gradient(moved), expected["gradient"], mask) is is_equal
+    if is_equal and ours not in GRADIENT_ALONE:
         assert float(loss) == pytest.approx(expected["loss"], abs=2e-5)
-    alike(made.gradient(), expected["gradient"], one.mask)
 
 
-def test_flow_steps():
-    """A step of the chain by its key, replayed: its log-likelihood, and the gradient by the predicted velocity."""
-    public = PUBLIC["yifan123_flow_grpo"]
-    inputs, sigmas = public["inputs"], torch.tensor(public["inputs"]["sigmas"])
-    transition = choose(DenoisingTransition, {"type": "flow_sde", "noise": inputs["noise"]})
-    for expected in public["numbers"]["sde_step_with_logprob noise_level=0.7"]:
-        x, velocity, x_next = (torch.tensor(inputs[name]) for name in ("x", "velocity", "x_next"))
-        velocity.requires_grad_()
-        step = expected["step"]
-        at = transition.coefficients(sigmas[step], sigmas[step + 1], sigmas[1])
-        _, logp, _ = gaussian_step(x, velocity, at, x_next=x_next)
-        (gradient,) = torch.autograd.grad(logp.sum(), velocity)
-        for found, numbers in ((logp, expected["logp"]), (gradient, expected["gradient"])):
-            torch.testing.assert_close(found.detach(), torch.tensor(numbers), atol=5e-5, rtol=5e-5)
+def near(found, numbers):
+    return torch.allclose(found.detach(), torch.tensor(numbers), atol=5e-5, rtol=2e-4)
+
+
+CHAINS = [
+    (repository, function, option, table is STEPS)
+    for table in (STEPS, STEPS_UP_TO_CONSTANTS)
+    for repository, functions in table.items()
+    for function, option in functions.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("repository", "function", "option", "constants"), CHAINS, ids=[f"{c[0]} {c[1]}" for c in CHAINS]
+)
+def test_steps_of_a_chain(repository, function, option, constants):
+    """A step of the chain by its key, replayed: its log-likelihood, and the gradient by the prediction."""
+    inputs, sigmas = INPUTS["steps"], torch.tensor(INPUTS["steps"]["sigmas"])
+    transition = choose(DenoisingTransition, yaml.safe_load(option))
+    for expected in PUBLIC[repository]["numbers"][function]:
+        x, prediction, x_next = (torch.tensor(inputs[name])[:, None] for name in ("x", "velocity", "x_next"))
+        prediction.requires_grad_()
+        if "alphas" in expected:
+            level, next_level = (1 - torch.tensor(expected["alphas"], dtype=torch.float64)).sqrt()
+        else:
+            level, next_level = sigmas[expected["step"]], sigmas[expected["step"] + 1]
+        at = Coefficients(*(part.expand(2, 1) for part in transition.step(level, next_level, sigmas[1])))
+        logp = chain_likelihood(prediction, x, x_next, at, unscaled=transition.unscaled).logp[:, 0]
+        (gradient,) = torch.autograd.grad(logp.sum(), prediction)
+        assert near(logp, expected["logp"]) is constants
+        assert near(gradient[:, 0], expected["gradient"])
+
+
+@pytest.mark.parametrize(("weighting", "power"), [("Uniform", 0), ("t", 1), ("t**2", 2)])
+def test_matching_errors(weighting, power):
+    """The log-likelihood of predictions at two noise levels, weighted by a power of the level."""
+    function = f"compute_log_prob_awm weighting={weighting}"
+    inputs, expected = INPUTS["steps"], PUBLIC["scxue/advantage_weighted_matching"]["numbers"][function]
+    data, prediction, noise = (torch.tensor(inputs[name])[:, None] for name in ("x", "velocity", "x_next"))
+    prediction.requires_grad_()
+    weight = torch.tensor(expected["levels"])[:, None] ** power
+    logp = matching_likelihood(prediction, noise - data, weight).logp[:, 0]
+    (gradient,) = torch.autograd.grad(logp.sum(), prediction)
+    assert near(logp, expected["logp"])
+    assert near(gradient[:, 0], expected["gradient"])
+
+
+def test_sliding_windows():
+    """Of two steps out of six, for five training steps at first: 17 in a row are the same."""
+    theirs = PUBLIC["Tencent-Hunyuan/MixGRPO"]["numbers"]["GRPOTrainingStates exp_decay"]
+    window = choose(Window, {"type": "sliding", "size": 2, "every": 5, "decay": 0.35, "threshold": 2})
+    ours = [window.start(6, 7, iteration, 0) for iteration in range(len(theirs))]
+    assert ours[:21] == theirs[:21] and ours[21] != theirs[21]
+
+
+def shown(table, steps):
+    """By title and name of a method, the repositories whose numbers the cases of these tables show it with."""
+    found = {}
+    for repository, functions in table.items():
+        for ours in functions.values():
+            for key in CONFIGURATIONS[ours][1]:
+                found.setdefault(key, set()).add(repository)
+    for repository, functions in steps.items():
+        for option in functions.values():
+            found.setdefault(("transition", yaml.safe_load(option)["type"]), set()).add(repository)
+    return found
 
 
 def test_what_is_said_to_be_compared_is_and_the_other_way_round():
-    shown = dict.fromkeys(set().union(*(shows for *_, shows in (*ADVANTAGES, *LOSSES))), "volcengine_verl")
-    shown["transition", "flow_sde"] = "yifan123_flow_grpo"
-    shown |= robots.SHOWN
-    declared = {(base.title, name): compared_with(kind) for base, name, kind in methods()}
-    everything = PUBLIC | robots.PUBLIC
-    named = {name: f"{public['repository']}@{public['commit'][:8]}" for name, public in everything.items()}
-    assert {key: where for key, where in declared.items() if where} == {key: named[by] for key, by in shown.items()}
-    assert set(VERL["numbers"]) - {case[0] for case in (*ADVANTAGES, *LOSSES)} == {
-        "compute_policy_loss_kl_cov",  # the covariance is of the policy before the step here, of the present one there
-        "compute_policy_loss_vanilla clip_ratio_c=1e9 seq-mean-token-sum-norm",  # a sum over rollouts, here their mean
+    equal, differs = {}, {}
+    elsewhere = {name.replace("_", "/", 1): public for name, public in robots.PUBLIC.items()}
+    for repository, code in REPOSITORIES.items():
+        commits = {public[repository]["commit"][:8] for public in (PUBLIC, elsewhere) if repository in public}
+        assert commits == {code.commit}
+        for title, names in code.equal.items():
+            for name in names.split():
+                equal.setdefault((title, name), set()).add(repository)
+        for key in code.differs:
+            differs.setdefault(key, set()).add(repository)
+    windows = {("window", "sliding"): {"Tencent-Hunyuan/MixGRPO"}}
+    assert equal == shown(EQUAL, STEPS) | SHOWN_OTHERWISE | robots.SHOWN
+    assert differs == shown(DIFFERENT, STEPS_UP_TO_CONSTANTS) | windows
+    assert set(REPOSITORIES) == set(PUBLIC) | set().union(*robots.SHOWN.values())
+    assert {*equal, *differs} <= {(base.title, name) for base, name, _ in methods()}
+
+
+def test_every_number_is_compared():
+    compared = {case[:2] for case in (*CASES, *CHAINS)}
+    numbers = {(repository, function) for repository, public in PUBLIC.items() for function in public["numbers"]}
+    assert compared <= numbers
+    assert {repository for repository, _ in numbers - compared} == {
+        "scxue/advantage_weighted_matching",
+        "Tencent-Hunyuan/MixGRPO",
     }
+    assert len(numbers - compared) == 4

@@ -27,12 +27,12 @@ RLINF, SAC, DSRL = (
     PUBLIC["huggingface_lerobot"]["numbers"]["SACAlgorithm"],
     PUBLIC["nakamotoo_dsrl_pi0"]["numbers"]["update_critic"],
 )
-# The methods that this shows, by choice and name.
+# The methods that this shows, by title of the choice and name, with the repositories.
 SHOWN = {
-    ("algorithm", "implicit_q_learning"): "RLinf_RLinf",
-    ("algorithm", "advantage_conditioned"): "RLinf_RLinf",
-    ("algorithm", "soft_actor_critic"): "huggingface_lerobot",
-    ("loss term", "q_gradient"): "huggingface_lerobot",
+    ("algorithm", "implicit_q_learning"): {"RLinf/RLinf"},
+    ("algorithm", "advantage_conditioned"): {"RLinf/RLinf"},
+    ("algorithm", "soft_actor_critic"): {"huggingface/lerobot"},
+    ("loss term", "q_gradient"): {"huggingface/lerobot"},
 }
 STILL = "members: 2, lr: 1.0e-12, tau: 0.5"  # one update changes no number that is compared
 NOW, NEXT, CHOSEN = 0, 10, 20  # the first feature of a row: its number, plus what the row is of

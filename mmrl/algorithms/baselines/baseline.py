@@ -88,7 +88,6 @@ class Mean(GroupStatistic):
 
     equation: ClassVar[str] = "A = r - mean_j r_j"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "mean"
 
     def center(self, rewards: Tensor, index: Tensor, group_moments: Moments, batch: Batch) -> Tensor:
@@ -103,7 +102,6 @@ class LeaveOneOut(GroupStatistic):
     equation: ClassVar[str] = "A = r - mean_{j != i} r_j"
     source: ClassVar[str] = "RLOO, arXiv 2402.14740"
     default_scale: ClassVar[str] = "none"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "leave_one_out"
 
     def center(self, rewards: Tensor, index: Tensor, group_moments: Moments, batch: Batch) -> Tensor:
@@ -118,7 +116,6 @@ class LengthWeighted(GroupStatistic):
     equation: ClassVar[str] = "A = r - sum_j l_j r_j / sum_j l_j"
     source: ClassVar[str] = "OPO, arXiv 2505.23585"
     default_scale: ClassVar[str] = "none"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "length_weighted"
 
     @property
@@ -151,5 +148,4 @@ class NoBaseline(Baseline):
     source: ClassVar[str] = "REINFORCE, Williams 1992"
     uses_other_rollouts: ClassVar[bool] = False
     default_scale: ClassVar[str] = "none"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "none"

@@ -41,7 +41,6 @@ class AdvantageConditioned(RecordedSteps):
         "its guidance"
     )
     test: ClassVar[str] = "tests/whole_runs/test_recorded_episodes.py"
-    compared: ClassVar[str] = "RLinf/RLinf@a3816b59"
     type: str = "advantage_conditioned"
     positive: float = option(0.3, "share of a rank's batch whose label is that of good steps", gt=0, lt=1)
     dropout: float = option(0.3, "chance that a step has no label", gt=0, lt=1)

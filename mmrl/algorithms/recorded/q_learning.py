@@ -30,7 +30,6 @@ class ImplicitQLearning(Algorithm):
     )
     source: ClassVar[str] = "IQL, arXiv 2110.06169, on chunks of actions as in Q-chunking, arXiv 2507.07969"
     test: ClassVar[str] = "tests/joints/test_q_weighted.py"
-    compared: ClassVar[str] = "RLinf/RLinf@a3816b59"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "demonstrations"
     collection: ClassVar[CollectionSettings] = Demonstrations
     type: str = "implicit_q_learning"

@@ -39,7 +39,6 @@ class SoftActorCritic(Algorithm):
         "drawn steps, of=mean and layer normalisation: RLPD, arXiv 2302.02948"
     )
     test: ClassVar[str] = "tests/joints/test_q_gradient.py"
-    compared: ClassVar[str] = "huggingface/lerobot@7427f318"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "rollouts"
     collection: ClassVar[CollectionSettings] = Independent
     learns_from: ClassVar[frozenset[RolloutKind]] = frozenset({"replayed", "proposals", "demonstrations"})

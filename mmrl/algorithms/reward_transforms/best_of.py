@@ -18,7 +18,6 @@ class BestOnly(Transform):
 
     equation: ClassVar[str] = "A = (r_1st - r_2nd) / (std of the group + 1e-6) for the best, 0 for the others"
     source: ClassVar[str] = "arXiv 2503.19595, which verl's grpo_passk implements"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "best_only"
     returns_advantages: ClassVar[bool] = True
     divide: bool = option(True, "divide by the standard deviation of the group")

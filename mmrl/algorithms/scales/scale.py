@@ -57,7 +57,6 @@ class GroupStd(Scale):
     equation: ClassVar[str] = "A = (r - b) / (std of the group + 1e-6)"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
     needs_group: ClassVar[bool] = True
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "group_std"
 
 
@@ -98,7 +97,6 @@ class NoScale(Scale):
 
     equation: ClassVar[str] = "A = r - b"
     source: ClassVar[str] = "Dr.GRPO, arXiv 2503.20783"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "none"
 
     def divide(self, differences: Tensor, rewards: Tensor, buckets: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ class Geometric(Surrogate):
     test: ClassVar[str] = TEST
     one_weight: ClassVar[bool] = True
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high have no effect"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "geometric"
     low: Schedule = number(0.4, "smallest log-ratio is -low", ge=0)
     high: Schedule = number(0.4, "largest log-ratio is high", ge=0)

@@ -107,7 +107,6 @@ class Clip(Clipped):
     equation: ClassVar[str] = "-min(r A, clamp(r, 1 - low, 1 + high) A)"
     source: ClassVar[str] = "PPO, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476"
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high have no effect"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "clip"
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
@@ -143,7 +142,6 @@ class DualClip(Clipped):
     equation: ClassVar[str] = "clip's, at most cap |A| where A < 0"
     source: ClassVar[str] = "arXiv 1912.09729"
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low, high and cap have no effect"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "dual_clip"
     cap: float = option(3.0, "largest loss of a negative advantage, in |A|", gt=1)
 
@@ -163,7 +161,6 @@ class CISPO(Clipped):
     equation: ClassVar[str] = "gradient -clamp(r, 1 - low, 1 + high) A dlogp"
     source: ClassVar[str] = "MiniMax-M1, arXiv 2506.13585"
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high have no effect"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "cispo"
     low: Schedule = number(0.2, "smallest weight is 1 - low; 1: no lower bound", ge=0, le=1)
     high: Schedule = number(0.28, "largest weight is 1 + high, TRL's epsilon_high", ge=0)
@@ -183,7 +180,6 @@ class Soft(Surrogate):
     equation: ClassVar[str] = "-A sigmoid(tau (r - 1)) 4 / tau"
     source: ClassVar[str] = "SAPO, arXiv 2511.20347"
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}, whatever tau"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "soft"
     tau_positive: float = option(1.0, "tau where A > 0", gt=0)
     tau_negative: float = option(1.05, "tau where A <= 0", gt=0)
@@ -261,7 +257,6 @@ class Reinforce(Surrogate):
 
     equation: ClassVar[str] = "gradient -A dlogp"
     source: ClassVar[str] = "Williams 1992"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "reinforce"
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:

@@ -315,7 +315,6 @@ class KL(Term):
         "exact |mu - mu_ref|^2 / (2 std^2); velocity |v - v_ref|^2"
     )
     source: ClassVar[str] = "Schulman 2020, Approximating KL divergence; GRPO, arXiv 2402.03300; Flow-GRPO, 2505.05470"
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "kl"
     coefficient: Schedule = number(0.01, "weight of the term", ge=0)
     against: OtherPolicy = option(InitialReference(), "policy that the divergence is measured from")

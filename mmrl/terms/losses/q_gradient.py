@@ -61,7 +61,6 @@ class QGradient(Term):
         "RLPD, arXiv 2302.02948"
     )
     test: ClassVar[str] = "tests/joints/test_q_gradient.py"
-    compared: ClassVar[str] = "huggingface/lerobot@7427f318"
     type: str = "q_gradient"
     coefficient: Schedule = number(1.0, "weight of the term", ge=0)
     of: Literal["least", "mean"] = option(

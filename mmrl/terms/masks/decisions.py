@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.protocols.requirements import Needs
@@ -29,12 +30,14 @@ class EntropyShare(Mask):
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def keep(self, batch: Batch) -> Tensor:
-        """Returns which decisions are among the `share` of highest entropy over all ranks, [rollout, decision] bool."""
+        """Returns which decisions have at least the quantile 1 - share of the entropies of all ranks, with linear
+        interpolation as in TRL, [rollout, decision] bool."""
         entropy = batch.rollouts.old_entropy
         assert entropy is not None
-        descending = batch.gather_decisions(entropy).sort(descending=True).values
-        last_kept = max(1, round(self.share * len(descending))) - 1
-        return entropy >= descending[last_kept]
+        ascending = batch.gather_decisions(entropy).sort().values
+        # no decision lies between the quantile and the next larger entropy; 1e-9: 0.8 x 5 may be slightly above 4
+        first_kept = math.ceil((1 - self.share) * (len(ascending) - 1) - 1e-9)
+        return entropy >= ascending[first_kept]
 
 
 class CovarianceClip(Mask):

@@ -56,7 +56,6 @@ class Whitening(Shaper):
     equation: ClassVar[str] = "A <- (A - mean A) / sqrt(var A + 1e-8), over the decisions, or rollouts, of all ranks"
     source: ClassVar[str] = "REINFORCE++, arXiv 2501.03262; masked_whiten of verl"
     test: ClassVar[str] = TEST
-    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "whitening"
     over: Literal["decisions", "rollouts"] = option(
         "decisions", "whether decisions or rollouts have equal weights in mean and variance"

@@ -1,0 +1,311 @@
+"""Public code whose numbers tests compare with those of mmrl: `tests/joints/public_numbers.json` and
+`robot_numbers.json` hold them, and `tests/joints/test_public_numbers.py` checks that this table names what is
+compared."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at a commit. equal: by title of a choice, the names of the methods that give the numbers of its
+    code, separated by spaces. differs: by title and name, how the numbers of its code differ, and why."""
+
+    commit: str
+    equal: dict[str, str] = field(default_factory=dict)
+    differs: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+REPOSITORIES = {
+    "volcengine/verl": Repository(
+        "b178a3cd",
+        equal={
+            "advantage shaper": "whitening",
+            "algorithm": "grpo ppo",
+            "baseline": "leave_one_out length_weighted mean none",
+            "loss term": "kl",
+            "scale of advantages": "group_std none",
+            "surrogate": "cispo clip dual_clip geometric reinforce soft",
+            "transform of rewards": "best_only",
+        },
+        differs={
+            ("weighting of kl", "covariance"): (
+                "the covariance there is of the log-probabilities of the present policy, here of those before the "
+                "step, so that the choice does not depend on the minibatch"
+            ),
+            ("algorithm", "grpo"): (
+                "seq-mean-token-sum-norm is a sum over rollouts there; reduce=constant is their mean, so that the "
+                "loss does not grow with the batch"
+            ),
+        },
+    ),
+    "huggingface/trl": Repository(
+        "f2cd5771",
+        equal={
+            "algorithm": "grpo reweighted_supervised",
+            "baseline": "mean",
+            "loss term": "kl",
+            "mask": "entropy_share",
+            "scale of advantages": "none",
+            "surrogate": "cispo clip dual_clip soft",
+        },
+        differs={
+            ("scale of advantages", "group_std"): (
+                "its divisor is the standard deviation plus 1e-4, here plus 1e-6, so that small differences of "
+                "rewards keep their advantage"
+            ),
+            ("scale of advantages", "batch_std"): (
+                "its divisor is the standard deviation plus 1e-4, here plus 1e-6, so that small differences of "
+                "rewards keep their advantage"
+            ),
+            ("components", "normalise_each"): (
+                "its divisor is the standard deviation plus 1e-4, here plus 1e-6, so that small differences of "
+                "rewards keep their advantage"
+            ),
+        },
+    ),
+    "Aiolus-X/RIPO": Repository(
+        "6482fd66",
+        equal={"surrogate": "sqrt_clip"},
+    ),
+    "alibaba/ROLL": Repository(
+        "8eb27cc2",
+        equal={"loss term": "kl", "surrogate": "cispo clip dual_clip mirror_descent reinforce"},
+    ),
+    "allenai/open-instruct": Repository(
+        "e6c3044a",
+        equal={"algorithm": "preference", "loss term": "kl", "surrogate": "cispo clip"},
+    ),
+    "AMAP-ML/GPG": Repository(
+        "e096da8c",
+        equal={"advantage shaper": "signal_correction", "surrogate": "reinforce"},
+    ),
+    "callsys/GMPO": Repository(
+        "205b2bf4",
+        equal={"surrogate": "geometric"},
+    ),
+    "CodeGoat24/Pref-GRPO": Repository(
+        "3e787f6d",
+        equal={"transition": "dance_sde flow_sde"},
+    ),
+    "ElliottYan/LUFFY": Repository(
+        "01f4ae06",
+        equal={"algorithm": "grpo", "scale of advantages": "group_std", "surrogate": "guided"},
+        differs={
+            ("source", "guided_groups"): (
+                "mean and standard deviation of a group are of the policy's own rollouts alone there; here "
+                "demonstrations count too, as in the paper"
+            ),
+        },
+    ),
+    "Fredreic1849/BranchGRPO": Repository(
+        "19fbb9fc",
+        equal={"transition": "dance_sde"},
+    ),
+    "hiyouga/EasyR1": Repository(
+        "b44b311b",
+        equal={
+            "advantage shaper": "whitening",
+            "algorithm": "grpo",
+            "baseline": "leave_one_out none",
+            "loss term": "kl",
+            "scale of advantages": "group_std",
+            "surrogate": "cispo clip dual_clip soft",
+            "transform of rewards": "best_only",
+        },
+    ),
+    "huggingface/lerobot": Repository(
+        "7427f318",
+        equal={"algorithm": "soft_actor_critic", "loss term": "q_gradient"},
+    ),
+    "IamCreateAI/FlowCPS": Repository(
+        "b402c7a3",
+        equal={"transition": "cps"},
+    ),
+    "inclusionAI/AReaL": Repository(
+        "4aef98d8",
+        equal={"algorithm": "grpo", "surrogate": "clip dual_clip soft"},
+    ),
+    "kvablack/ddpo-pytorch": Repository(
+        "1958463f",
+        equal={"transition": "ddim"},
+    ),
+    "MikeWangWZHL/PAPO": Repository(
+        "fb63bf45",
+        equal={
+            "algorithm": "grpo",
+            "loss term": "kl",
+            "other policy of kl": "view",
+            "scale of advantages": "group_std",
+            "surrogate": "clip dual_clip",
+        },
+    ),
+    "NovaSky-AI/SkyRL": Repository(
+        "a9564572",
+        equal={"algorithm": "grpo", "loss term": "kl", "surrogate": "cispo clip divergence_mask dual_clip soft"},
+    ),
+    "NVIDIA-NeMo/RL": Repository(
+        "7ea279ab",
+        equal={
+            "algorithm": "grpo",
+            "baseline": "leave_one_out mean",
+            "components": "normalise_each",
+            "scale of advantages": "group_std none",
+            "surrogate": "cispo clip dual_clip reinforce",
+        },
+        differs={
+            ("advantage shaper", "whitening"): "its variance is over n decisions, here over n - 1, as in verl",
+            ("loss term", "kl"): (
+                "the gradient there has a second part, the estimate times the gradient of the log-probability, "
+                "since the samples come from the policy; here, as in GRPO, that of the estimate alone"
+            ),
+        },
+    ),
+    "NVlabs/DiffusionNFT": Repository(
+        "24af5554",
+        equal={"algorithm": "contrast"},
+        differs={
+            ("scale of advantages", "group_std"): (
+                "its standard deviation is that of n, plus 1e-4; here of n - 1, as in GRPO's other code, plus "
+                "1e-6: advantages are sqrt((n - 1) / n) times those there"
+            ),
+        },
+    ),
+    "NVlabs/GDPO": Repository(
+        "b080e63d",
+        equal={"baseline": "mean", "scale of advantages": "none"},
+        differs={
+            ("components", "normalise_each"): (
+                "the second normalization is over tokens there, so that long responses count more; here over "
+                "rollouts, as in the paper, TRL and NeMo RL"
+            ),
+        },
+    ),
+    "om-ai-lab/VLM-R1": Repository(
+        "90052f47",
+        equal={"loss term": "kl", "surrogate": "clip"},
+    ),
+    "OpenRLHF/OpenRLHF": Repository(
+        "3c3be623",
+        equal={"algorithm": "grpo preference", "loss term": "kl", "surrogate": "clip dual_clip"},
+    ),
+    "Optimization-AI/DisCO": Repository(
+        "bd2b0781",
+        equal={"algorithm": "discriminative"},
+    ),
+    "PRIME-RL/Entropy-Mechanism-of-RL": Repository(
+        "88505792",
+        equal={"mask": "covariance_clip", "surrogate": "clip"},
+        differs={
+            ("weighting of kl", "covariance"): (
+                "the covariance there is of the log-probabilities of the present policy, here of those before the step"
+            ),
+            ("mask", "covariance_clip"): (
+                "equal at the first update of a step; at later ones the covariance there is of the "
+                "log-probabilities of the present policy, here of those before the step, and decisions that PPO's "
+                "clip already stops are left out there"
+            ),
+        },
+    ),
+    "PRIME-RL/SimpleVLA-RL": Repository(
+        "7c51662d",
+        equal={"algorithm": "grpo", "scale of advantages": "group_std", "surrogate": "clip"},
+    ),
+    "PrimeIntellect-ai/prime-rl": Repository(
+        "559b4477",
+        equal={"other policy of kl": "old", "surrogate": "divergence_mask"},
+    ),
+    "RLinf/RLinf": Repository(
+        "a3816b59",
+        equal={
+            "algorithm": "advantage_conditioned grpo implicit_q_learning",
+            "scale of advantages": "group_std",
+            "surrogate": "clip dual_clip",
+        },
+    ),
+    "RockeyCoss/SPO": Repository(
+        "27a86428",
+        equal={"transition": "ddim"},
+    ),
+    "RUCAIBox/Passk_Training": Repository(
+        "c3ba575e",
+        equal={"transform of rewards": "pass_at_k_analytic"},
+    ),
+    "sail-sg/understand-r1-zero": Repository(
+        "dfca49dd",
+        equal={"algorithm": "grpo", "baseline": "mean", "scale of advantages": "group_std none"},
+    ),
+    "scxue/advantage_weighted_matching": Repository(
+        "be513723",
+        equal={"likelihood": "matching"},
+    ),
+    "Tencent-Hunyuan/MixGRPO": Repository(
+        "e5cdd6a4",
+        equal={"transition": "flow_sde"},
+        differs={
+            ("transition", "dance_sde"): (
+                "its log-probabilities lack the constants of the density; ratios and gradients are the same"
+            ),
+            ("window", "sliding"): (
+                "at the end its window shrinks to one step and then to none before it begins again, here it "
+                "begins again at once; numbers of training steps are rounded up there, here to the nearest"
+            ),
+        },
+    ),
+    "THUDM/slime": Repository(
+        "624b824a",
+        equal={"algorithm": "grpo", "loss term": "kl", "surrogate": "cispo clip dual_clip"},
+    ),
+    "XueZeyue/DanceGRPO": Repository(
+        "15cc71d5",
+        equal={"transition": "dance_sde"},
+    ),
+    "yelurebajrang/HeteroRL_GEPO": Repository(
+        "97000a87",
+        equal={"algorithm": "grpo", "surrogate": "clip geometric group_expectation"},
+    ),
+    "yifan123/flow_grpo": Repository(
+        "ac4c86e8",
+        equal={"transition": "flow_sde"},
+        differs={
+            ("scale of advantages", "group_std"): (
+                "its standard deviation is that of n, plus 1e-4; here of n - 1, as in GRPO's other code, plus "
+                "1e-6: advantages are sqrt((n - 1) / n) times those there"
+            ),
+            ("scale of advantages", "batch_std"): (
+                "its standard deviation is that of n, plus 1e-4; here of n - 1, as in GRPO's other code, plus "
+                "1e-6: advantages are sqrt((n - 1) / n) times those there"
+            ),
+        },
+    ),
+    "yk7333/d3po": Repository(
+        "40d31758",
+        equal={"transition": "ddim"},
+    ),
+}
+
+
+def compared_with(title: str, name: str) -> list[str]:
+    """Returns the repositories whose code gives the same numbers as this method of the choice `title`."""
+    return [repository for repository, code in REPOSITORIES.items() if name in code.equal.get(title, "").split()]
+
+
+def differs_from(title: str, name: str) -> dict[str, str]:
+    """Returns, by repository, how the numbers of its code differ from those of this method, and why."""
+    key = (title, name)
+    return {repository: code.differs[key] for repository, code in REPOSITORIES.items() if key in code.differs}
+
+
+def lines_of(title: str, name: str) -> list[str]:
+    """Returns the lines of `mmrl methods` about public code: the repositories with equal numbers, as OWNER/NAME@COMMIT,
+    and each difference with its reason."""
+    named = {repository: f"{repository}@{code.commit}" for repository, code in REPOSITORIES.items()}
+    equal = ", ".join(named[repository] for repository in compared_with(title, name))
+    differences = [f"differs from {named[repository]}: {how}" for repository, how in differs_from(title, name).items()]
+    return [*([f"equal by value to {equal} (tests/joints/test_*_numbers.py)"] if equal else []), *differences]
+
+
+def note_of(title: str, name: str) -> str:
+    """Returns the note about public code in the overview, such as " (as verl and 2 others)"; "" without any."""
+    names = [repository.rpartition("/")[2] for repository in compared_with(title, name)]
+    others = {0: "", 1: " and 1 other"}.get(len(names) - 1, f" and {len(names) - 1} others")
+    return f" (as {names[0]}{others})" if names else ""
