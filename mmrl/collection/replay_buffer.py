@@ -148,8 +148,8 @@ class SelfImitation(ReplaySource):
         rank, world = context.rank_and_world
         local = slice(rank * self.count // world, (rank + 1) * self.count // world)
         prompts, stored = (list(column) for column in zip(*sampled[local], strict=True))
-        positions = torch.arange((self._drawn - 1) * self.count, self._drawn * self.count)[local]
-        imitated = restored(context, prompts, stored, FIRST_GROUP - positions)  # each is a group of its own
+        groups = FIRST_GROUP - torch.arange(self.count)[local]  # each is a group of its own
+        imitated = restored(context, prompts, stored, groups)
         imitated.rewards = torch.full_like(imitated.rewards, torch.nan)  # type: ignore[arg-type]
         return imitated
 

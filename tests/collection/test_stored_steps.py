@@ -233,11 +233,12 @@ def test_each_rank_draws_for_itself(tmp_path):
         context = SourceContext(trainer.policy, trainer.task.train, trainer.task, 0, (rank, 2), int, tmp_path, 1)
         source.start(context)
         source._ring.add([line_episode(60)], [1.0])
-        replayed = source.make(trainer.policy.rollout([trainer.task.train[0]], 1, [0]))
+        fresh = trainer.policy.rollout([trainer.task.train[0]], 1, [0])
+        replayed, later = source.make(fresh), source.make(fresh)
         drawn.append([sample.prompt.id for sample in replayed.samples])
-        groups.append(set(replayed.group.tolist()))
+        groups += [*replayed.group.tolist(), *later.group.tolist()]
     assert [len(ids) for ids in drawn] == [20, 20] and drawn[0] != drawn[1]
-    assert not groups[0] & groups[1]
+    assert len(set(groups)) == len(groups) == 80  # of two steps and ranks, each its own
     release(trainer)
 
 

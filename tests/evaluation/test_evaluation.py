@@ -35,8 +35,8 @@ def job(*overrides):
     return config, task, build_policy(config, task)
 
 
-def episode(success=True, length=3, **other):
-    return Episode("go", success, success, length, 1.5, **other)
+def episode(success=True, length=3, at_end=True, **other):
+    return Episode("go", success, success and at_end, length, 1.5, **other)
 
 
 def sample(name, *arguments, **options):
@@ -132,10 +132,11 @@ class TestProtocol:
         )
 
     def test_success_by_task_and_over_all(self):
-        samples = [sample("a"), sample("a", False, 5), sample("b", length=7), sample("b", lost=True)]
+        samples = [sample("a"), sample("a", False, 5), sample("b", length=7, at_end=False), sample("b", lost=True)]
         marks = torch.tensor([1.0, 0.0, 1.0, torch.nan])
         found = rates_by_task(SimpleNamespace(accuracy=lambda _: marks), samples)
         assert list(found) == ["a", "b", "all"]
         assert found["a"]["success"] == 0.5 and found["a"]["length"] == 4 and found["b"]["episodes"] == 1
         assert (found["all"]["low"], found["all"]["high"]) == wilson(2, 3)
+        assert [found[name]["success_at_end"] for name in found] == [0.5, 0.0, 1 / 3]
         assert list(rates_by_task(SimpleNamespace(accuracy=lambda _: marks[:2]), samples[:2])) == ["a"]

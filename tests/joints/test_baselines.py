@@ -66,6 +66,11 @@ def test_batch_mean_and_batch_std_whiten_the_batch(given):
     close(advantages(given, table, *options, size=2), [a / math.sqrt(2) for a in (-1, -1, 0, 2)], atol=5e-6)
 
 
+def test_the_batch_mean_leaves_out_what_could_not_be_scored(given):
+    table = Table([[-1.0]] * 3, rewards=[1.0, math.nan, 5.0])
+    close(advantages(given, table, *UNSCALED, "algorithm.baseline=batch_mean"), [-2.0, 0.0, 2.0])
+
+
 # --- running ---
 
 RUNNING = "algorithm.baseline={type: running, prior: 0.5, strength: 2, half_life: 1}"

@@ -248,6 +248,15 @@ def test_likelihood_drop_of_all(given):
     close(made.gradient(), [[-0.1, -0.2], [0.1 - 0.1, 0.1], [0, 0]])
 
 
+def test_likelihood_drop_of_rollouts_without_an_advantage(given):
+    """A group of equal rewards, whose advantages are 0: the second of its two rollouts falls."""
+    options = ["algorithm.epochs=2", "algorithm.terms=[{type: likelihood_drop, coefficient: 0.5}]"]
+    made = given(Table([[-1.0]] * 2, rewards=[1.0, 1.0]), *ONE, *options)
+    made.prepare()
+    close(made.move(logp=[[0.2], [-0.4]]).learn(), 0.5 * 0.4 / 2)
+    close(made.gradient()[:, 0], [0.0, -0.25])
+
+
 def test_what_has_not_moved_costs_nothing(given):
     made = flat(given, "{type: likelihood_drop, coefficient: 0.5}")
     made.prepare()

@@ -71,6 +71,8 @@ def test_several_chunks_are_proposed_at_each_stored_observation(tmp_path, head):
         assert step.valid.all()
         close(step.state, prompt.metadata["observation"].state[0])
     assert proposed.mask.any(1).all()
+    # The second training step's three observations have four seeds each, after those of the first step's.
+    assert sorted(prompt.metadata["proposal_seed"] for prompt in prompts) == list(range(12, 24))
     release(trainer)
 
 

@@ -119,3 +119,18 @@ def test_the_doubtful_half_of_both_ranks(given):
     _, masks, gradients = shared(given, "rollout.prompts=4", "algorithm.scale=none", CASES["entropy_share"][0])
     assert gradients.nonzero().tolist() == [[0, 1], [3, 0], [3, 1], [4, 0]] and int(masks.sum()) == 9
     close(gradients[[0, 3, 3, 4], [1, 0, 1, 0]], [0.5 / 9, 3 / 9, 3 / 9, 2.5 / 9])
+
+
+def test_greedy_responses_of_both_ranks(given):
+    """Prompt 0 is the first rank's, prompt 1 the second's; its greedy response is the row of its own table with its
+    number: 1 of rewards 1, 2 and 4 of rewards 6, 4."""
+    order = 'rollout.sampler={type: "tests.joints.test_baselines:Chosen", order: [0, 1]}'
+    options = ["algorithm.baseline=greedy", "algorithm.scale=none", "rollout.prompts=2", order]
+    exchange, jobs = Exchange(), []
+    for rank, rewards in enumerate(([1.0, 2.0], [6.0, 4.0])):
+        made = given(Table([[-1.0]] * 2, rewards=rewards), "engine.balance=none", *options, world=2, rank=rank)
+        made.trainer.engine.__class__ = Rank
+        made.trainer.engine.exchange = exchange
+        jobs.append(made)
+    found = together(lambda made: made.prepare(made.next()).advantages[:, 0], jobs, exchange.barrier)
+    close(torch.cat(found), [0.0, 1.0, 2.0, 0.0])

@@ -105,6 +105,14 @@ def test_as_many_as_are_asked_for_drawn_by_chance(given):
     assert len(drawn) > 2
 
 
+def test_each_group_of_a_prompt_draws_anew(given):
+    """Four right rollouts of one prompt are kept; of its later groups, all wrong, each gets one of them."""
+    made = given(rounds([[1.0, 1.0]] * 2 + [[0.0, 0.0]] * 6), *BASE, REPLAY % "")
+    only_prompt(made)
+    drawn = [row for rollouts in play(made, 8)[2:] for row in replayed(rollouts)]
+    assert len(drawn) == 6 and len(set(drawn)) > 1
+
+
 @pytest.mark.parametrize(("likelihoods", "ratio"), [("recorded", math.exp(0.2)), ("present", 1.0)])
 def test_the_ratio_of_what_is_replayed(given, likelihoods, ratio):
     """The policy has moved by 0.2 since row 0 was made. Advantages: -1/3, -1/3, 2/3; three decisions."""

@@ -169,6 +169,13 @@ def test_modes(given):
     close(found, [1.1, 1.1, 1.4, 0.0])
 
 
+def test_a_mode_is_what_is_like_its_first_member(given):
+    # Each is like the next one only: the third is not like the first, so it begins the mode that the fourth joins.
+    transform = "{type: modes, bonus: 0.6, n: 1, alike: 0.4}"
+    found = advantages(given, [1.0] * 4, transform, *BARE, size=4, responses=["ab", "bc", "cd", "de"])
+    close(found, [1.2] * 4)
+
+
 def test_sequence_entropy(given):
     # Right: mean entropies 1 and 3 share 0.2 x 2 as 1/4 and 3/4. Wrong: 2 and 1/2, reciprocals 1/2 and 2, as 1/5, 4/5.
     columns = dict(logp=[[-1.0, -1.0], [-1.0], [-1.0], [-1.0]], entropy=[[0.5, 1.5], [3.0], [2.0], [0.5]])
@@ -194,12 +201,12 @@ def test_what_gives_advantages_takes_no_baseline(given, kind):
 
 def test_history(given):
     """The first step is on its own scale: around 2 with a std of 1; the second on that of the first."""
-    made = given(Table([[-1.0]] * 2, rewards=[1.0, 3.0]), *BARE, "algorithm.transforms=[{type: history, keep: 0.5}]")
+    made = given(Table([[-1.0]] * 2, rewards=[1.0, 3.0]), *BARE, "algorithm.transforms=[{type: history, keep: 0.75}]")
     close(made.prepare().advantages[:, 0], [-1.0, 1.0], atol=1e-5)
 
     def again(*rewards):
         return made.prepare(Table([[-1.0]] * 2, rewards=list(rewards)).rollouts()).advantages[:, 0]
 
     close(again(4.0, 6.0), [2.0, 4.0], atol=1e-5)
-    # Mean (2 + 5) / 2; squares (5 + 26) / 2: deviation sqrt(15.5 - 12.25).
-    close(again(3.5, 7.0), [0.0, 3.5 / math.sqrt(3.25)], atol=1e-5)
+    # Mean 0.75 x 2 + 0.25 x 5; squares 0.75 x 5 + 0.25 x 26: deviation sqrt(10.25 - 2.75^2).
+    close(again(2.75, 6.0), [0.0, 3.25 / math.sqrt(2.6875)], atol=1e-5)

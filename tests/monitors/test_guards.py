@@ -56,6 +56,12 @@ class TestBands:
         assert log.done == ["guard: m is -1, outside 0 to 1", "guard: m is 2, outside 0 to 1"]
         assert within == [True, False, True, False, False, True, False, False]
 
+    def test_it_acts_again_after_as_many_more(self):
+        guards, log = Guards([guard(high=1, patience=2)]), Log()
+        for value in (2, 3, 4, 5, 6):
+            guards.judge({"m": value}, log)
+        assert log.done == ["guard: m is 3, outside -inf to 1", "guard: m is 5, outside -inf to 1"]
+
     def test_it_goes_on_after_a_checkpoint(self):
         guards, other, log = Guards([guard(high=1, patience=2)]), Guards([guard(high=1, patience=2)]), Log()
         guards.judge({"m": 3}, log)

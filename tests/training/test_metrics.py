@@ -1,6 +1,7 @@
 """A step's numbers, worked out by hand; and over which group of ranks objects travel."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,6 +78,19 @@ def test_memory_is_that_of_the_rank_that_holds_most(monkeypatch):
     ranks = [{"memory/gpu_gib": gib} for gib in (2.0, 5.0)]
     monkeypatch.setattr(Two, "gather", lambda self, value: [(*value[:3], rank, *value[4:]) for rank in ranks])
     assert Metrics(Two()).result()["memory/gpu_gib"] == 5.0
+
+
+def test_what_a_rank_waits_for_others_is_no_work(monkeypatch):
+    """Of a phase of 8 seconds it waits 3."""
+    now, engine = [100.0], Two()
+    monkeypatch.setattr("mmrl.training.metrics.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    engine.mark, engine.waited = (lambda phase: None), 7.0
+    metrics = Metrics(engine)
+    with metrics.phase("rollout"):
+        now[0] += 8.0
+        engine.waited += 3.0
+    found = metrics.result()
+    assert (found["time/rollout"], found["time/rollout_max"], found["time/rollout_median"]) == (8.0, 5.0, 5.0)
 
 
 def test_a_loss_that_is_not_finite_is_told_as_it_is():

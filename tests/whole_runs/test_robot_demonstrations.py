@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from mmrl.collection.expert_labels import ExpertLabels
+from mmrl.collection.extra_sources import SourceContext
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.rollouts import DEMONSTRATION, FRESH
@@ -133,6 +135,26 @@ def test_the_expert_says_what_to_do_where_the_policy_came(tmp_path):
     batch = trainer.collector.next(4, Metrics(trainer.engine))
     taught = batch.origin == DEMONSTRATION
     assert taught.sum() == 4 and len(batch.group.unique()) == 8
+    release(trainer)
+
+
+def test_ranks_play_episodes_of_their_own(tmp_path):
+    """Four a step: two of each rank, which begin at prompts of their own and with seeds of their own."""
+    trainer, played = make(tmp_path, *LABELS, base=ROBOTS), []
+    with_expert = trainer.policy.label_with_expert
+
+    def label(starts, seeds):
+        played.append(([prompt.id for prompt in starts], seeds))
+        return with_expert(starts, seeds)
+
+    trainer.policy.label_with_expert = label
+    for rank in range(2):
+        source = ExpertLabels(episodes=4, prompts=4)
+        source.start(SourceContext(trainer.policy, trainer.task.train, trainer.task, 0, (rank, 2), int, tmp_path, 1))
+        source._play()
+        source._play()
+    assert [seeds for _, seeds in played] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert len({number for ids, _ in played for number in ids}) == 8
     release(trainer)
 
 
