@@ -115,10 +115,10 @@ def test_standardised_over_both_ranks(given):
 
 
 def test_the_doubtful_half_of_both_ranks(given):
-    """Of nine decisions the four most in doubt: 0.9, 0.8, 0.7 and 0.6, whose last is the second rank's."""
+    """Of nine decisions the five from the median on: 0.9, 0.8, 0.7, 0.6, which is the second rank's, and 0.5."""
     _, masks, gradients = shared(given, "rollout.prompts=4", "algorithm.scale=none", CASES["entropy_share"][0])
-    assert gradients.nonzero().tolist() == [[0, 1], [3, 0], [3, 1], [4, 0]] and int(masks.sum()) == 9
-    close(gradients[[0, 3, 3, 4], [1, 0, 1, 0]], [0.5 / 9, 3 / 9, 3 / 9, 2.5 / 9])
+    assert gradients.nonzero().tolist() == [[0, 1], [1, 0], [3, 0], [3, 1], [4, 0]] and int(masks.sum()) == 9
+    close(gradients[[0, 1, 3, 3, 4], [1, 0, 0, 1, 0]], [0.5 / 9, -0.5 / 9, 3 / 9, 3 / 9, 2.5 / 9])
 
 
 def test_greedy_responses_of_both_ranks(given):
