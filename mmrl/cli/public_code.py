@@ -113,6 +113,7 @@ REPOSITORIES = {
             "transform of rewards": "best_only",
         },
     ),
+    "vyseian/stable-baselines3-dsrl_dp": Repository("09115c57", equal={"loss term": "q_gradient"}),
     "huggingface/lerobot": Repository(
         "7427f318",
         equal={"algorithm": "soft_actor_critic", "loss term": "q_gradient"},

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.measurements.q_values import QValues
-from mmrl.protocols.abilities import DifferentiableActions, OffPolicyLearning
+from mmrl.protocols.abilities import DifferentiableActions, OffPolicy, OffPolicyLearning
 from mmrl.protocols.measurement import ReplayedContext, ReplayedMeasurement
 from mmrl.protocols.offers import Offer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmrl.core.values import QEnsemble
+    from mmrl.protocols.auxiliary import AuxiliaryModule, AuxiliaryModules
     from mmrl.rollouts import Rollouts
 
 
@@ -62,17 +64,29 @@ class ActionValues(ReplayedMeasurement[SampledActionValues]):
         if not len(rows):
             return SampledActionValues(recorded, zeros, zeros, 0.0)
         seeds = [noise_seed(micro, row, derive_seed(context.seed, context.step)) for row in rows.tolist()]
-        uses_entropy = bool(self.values.temperature)
-        sampled = context.policy.off_policy.resample(micro, rows.tolist(), seeds, logp=uses_entropy)
-        pairs = torch.cat([sampled.observations, sampled.chunks.to(sampled.observations)], 1)
-        networks = self.values.q_networks(context.modules, pairs.shape[1], context.seed)
+        pairs, sampled_logp = self.sample(micro, rows.tolist(), seeds, context.policy.off_policy)
+        networks = self.networks(context.modules, pairs.shape[1], context.seed)
         by_member = networks.module.fixed(pairs)  # [Q network, recorded step]
         q = zeros.index_put((rows,), by_member.amin(0) if self.of == "least" else by_member.mean(0))
         temperature = self.values.entropy_temperature(context.modules)
-        if temperature is None or sampled.logp is None:
+        if temperature is None or sampled_logp is None:
             return SampledActionValues(recorded, q, zeros, 0.0)
-        logp = zeros.index_put((rows,), sampled.logp.double().to(zeros.device))
+        logp = zeros.index_put((rows,), sampled_logp.double().to(zeros.device))
         return SampledActionValues(recorded, q, logp, float(temperature.module.value))
+
+    def sample(
+        self, micro: Rollouts, rows: list[int], seeds: list[int], policy: OffPolicy
+    ) -> tuple[Tensor, Tensor | None]:
+        """Samples from the policy at the recorded steps `rows` of a micro-batch. seeds: one for each. Returns the input
+        of the Q networks, [row, number], and log-probabilities [row], None if entropy is not used; with gradients."""
+        import torch
+
+        sampled = policy.resample(micro, rows, seeds, logp=bool(self.values.temperature))
+        return torch.cat([sampled.observations, sampled.chunks.to(sampled.observations)], 1), sampled.logp
+
+    def networks(self, modules: AuxiliaryModules, inputs: int, seed: int) -> AuxiliaryModule[QEnsemble]:
+        """Returns the Q networks that the policy climbs. inputs: size of their input; seed: the run's seed."""
+        return self.values.q_networks(modules, inputs, seed)
 
 
 def noise_seed(micro: Rollouts, row: int, seed: int) -> int:

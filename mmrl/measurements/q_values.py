@@ -77,7 +77,8 @@ class QValues(PreparedMeasurement["Column"]):
     width: of their hidden layers; lr: learning rate of Adam; tau: fraction by which target networks move per update;
     updates: updates of all networks per training step; batch: recorded steps per rank and update, None: all; expectile:
     the one that V learns, None: no V; temperature: initial weight of the entropy, 0: none; temperature_lr: its learning
-    rate; entropy: target entropy in nats per action coordinate, to which the temperature is adapted, None: fixed.
+    rate; entropy: target entropy in nats per number that is sampled for a chunk, of its actions or of the noise of a
+    steered head, to which the temperature is adapted, None: fixed.
     """
 
     gamma: float
@@ -218,14 +219,17 @@ class QLearner:
         observation and chunk. Both are computed before the last update of the target networks."""
         import torch
 
+        from mmrl.samplers.chain import derive_seed
+
         settings, n = self.settings, len(transitions.reward)
         q = settings.q_networks(self.context.modules, transitions.pairs.shape[1], self.context.seed)
         td_error = torch.full((n,), torch.nan, dtype=torch.float64)
+        stream = derive_seed(self.context.seed, self.context.step)
         following: FollowingValue = SampledNextValue(settings, self.context)
         if settings.expectile is not None:
             following = ExpectileValue(settings, self.context, settings.expectile)
         for update in range(settings.updates):
-            rows = self._draw(n, update)
+            rows = draw_rows(n, settings.batch, derive_seed(stream, update))
             drawn = transitions.select(rows)
             following.update(drawn, q.module)
             td_error[rows] = self._update_q(q, drawn, following.of_next(drawn, q.module))
@@ -233,17 +237,6 @@ class QLearner:
                 target, proposed = q.module.target(transitions.pairs), q.module.target(proposals)
             q.module.update_targets(settings.tau)
         return torch.stack([target, following.of(transitions), td_error], 1), proposed
-
-    def _draw(self, n: int, update: int) -> Tensor:
-        """Returns the rows of an update among `n` transitions: all, or `batch` of them drawn with replacement."""
-        import torch
-
-        from mmrl.samplers.chain import derive_seed
-
-        if self.settings.batch is None or not n:
-            return torch.arange(n)
-        seed = derive_seed(derive_seed(self.context.seed, self.context.step), update)
-        return torch.randint(n, (self.settings.batch,), generator=torch.Generator().manual_seed(seed))
 
     def _update_q(self, q: AuxiliaryModule[QEnsemble], transitions: Transitions, next_value: Tensor) -> Tensor:
         """Takes an optimizer step of the Q networks toward their targets. next_value: V(s'), [n]. Returns their mean
@@ -328,8 +321,7 @@ class SampledNextValue(FollowingValue):
         count = int(self.context.sum(sampled.sum()))
         if count:
             policy = self.context.policy.off_policy
-            action_numbers = policy.encoding_sizes[1] - policy.chunk_length  # without the mask of executed actions
-            losses = temperature.module(transitions.next_logp, self.settings.entropy * action_numbers)
+            losses = temperature.module(transitions.next_logp, self.settings.entropy * policy.noise_size)
             temperature.descend([(sampled * losses).sum() / count], self.context.sum)
 
     def of_next(self, transitions: Transitions, q: QEnsemble) -> Tensor:
@@ -344,6 +336,16 @@ class SampledNextValue(FollowingValue):
 
     def of(self, transitions: Transitions) -> Tensor:
         return transitions.reward.new_full(transitions.reward.shape, float("nan"))
+
+
+def draw_rows(n: int, batch: int | None, seed: int) -> Tensor:
+    """Returns the rows of an update among `n` recorded steps, int64: all if `batch` is None, or `batch` of them drawn
+    with replacement."""
+    import torch
+
+    if batch is None or not n:
+        return torch.arange(n)
+    return torch.randint(n, (batch,), generator=torch.Generator().manual_seed(seed))
 
 
 def in_parts(encode: Any, observations: list[Any], size: int, width: int) -> Tensor:

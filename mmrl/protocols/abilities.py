@@ -171,6 +171,19 @@ class SampledActions:
     logp: Tensor | None  # [n] float32
 
 
+@dataclass(frozen=True)
+class SampledNoise:
+    """Noise from which a frozen flow denoises chunks, at n observations.
+
+    observations, chunks: as in `SampledActions`, chunks None if they were not denoised; logp: the log-probability of
+    the noise under the policy, None if it was not requested."""
+
+    observations: Tensor  # [n, size] without gradient
+    noise: Tensor  # [n, noise size]
+    chunks: Tensor | None  # [n, size]
+    logp: Tensor | None  # [n] float32
+
+
 class OffPolicy(Protocol):
     """Encodes stored observations and chunks of actions as vectors, for value functions, and samples the current
     policy's chunks at stored observations."""
@@ -182,6 +195,11 @@ class OffPolicy(Protocol):
     @property
     def chunk_length(self) -> int:
         """Returns the number of actions of a chunk."""
+
+    @property
+    def noise_size(self) -> int:
+        """Returns how many random numbers the head samples for a chunk: those of the actions, or of the noise from
+        which they are denoised."""
 
     def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
         """Returns features of observations of one row each, without gradient, [observation, size] float32."""
@@ -197,6 +215,15 @@ class OffPolicy(Protocol):
     def resample(self, rollouts: Rollouts, rows: Sequence[int], seeds: Sequence[int], *, logp: bool) -> SampledActions:
         """Samples another chunk at the first observation of each of the rollouts `rows`, as a function of the policy's
         weights: chunks and log-probabilities have a gradient. It needs `DifferentiableActions`."""
+
+    def denoise_prior(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> SampledNoise:
+        """Samples standard normal noise at each observation of one row, and the chunk denoised from it, without
+        gradient. It needs the offer "noise". seeds: one for each."""
+
+    def resample_noise(
+        self, rollouts: Rollouts, rows: Sequence[int], seeds: Sequence[int], *, logp: bool
+    ) -> SampledNoise:
+        """Samples noise as `resample` samples chunks, without denoising it. It needs the offer "noise"."""
 
     def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
         """Samples a chunk for each prompt as in a rollout, at metadata["observation"], without executing it.

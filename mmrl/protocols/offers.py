@@ -39,6 +39,7 @@ OFFERS = {
     "reference_rollouts": "responses of the reference policy (rollout.generator=transformers)",
     "information": "a noisy code of the prompt that gates the residual (action.head.type=residual with noise above 0)",
     "displacement": "a learned distribution of the initial noise (action.head.type=steered)",
+    "noise": "noise that a trained network samples for a frozen flow (action.head.type=steered)",
     "imbalance": "a mixture of action horizons (action.head.type=horizons)",
     "nodes": "rollouts that share their first decisions, as branches of a tree",
 }

@@ -17,6 +17,11 @@ C, N, L = (
 H, S = "mmrl/policies/vla/heads/gaussian.py", ("joints/test_q_gradient.py",)
 TANH = ("policies/vla/test_squashed.py",)
 PUBLIC = ("joints/test_robot_numbers.py",)
+D, NOISE, STEERED = (
+    "mmrl/measurements/noise_values.py",
+    ("joints/test_noise_q.py",),
+    "mmrl/policies/vla/heads/steered.py",
+)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -81,12 +86,12 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("actor: no weight of the entropy in targets", M, "return value - temperature.module.value * transitions.next_logp", "return value", S),
     ("actor: a cost of entropy in targets", M, "return value - temperature.module.value * transitions.next_logp", "return value + temperature.module.value * transitions.next_logp", S),
     ("actor: the weight is not adapted", M, "temperature.descend([(sampled * losses).sum() / count], self.context.sum)", "pass", S),
-    ("actor: the entropy of the encoding", M, "policy.encoding_sizes[1] - policy.chunk_length", "policy.encoding_sizes[1]", S),
+    ("actor: the entropy of the encoding", M, "self.settings.entropy * policy.noise_size", "self.settings.entropy * policy.encoding_sizes[1]", S),
     ("actor: targets of the observation before", M, "return torch.cat([self.next_observation, self.next_chunk], 1)", "return torch.cat([self.observation, self.next_chunk], 1)", S),
     ("actor: targets of the stored chunk", M, "return torch.cat([self.next_observation, self.next_chunk], 1)", "return torch.cat([self.next_observation, self.chunk], 1)", S),
     ("actor: one noise for all next actions", M, "seeds = [derive_seed(derive_seed(self.context.seed, self.context.step), row) for row in rows]", "seeds = [self.context.seed for row in rows]", S),
-    ("actor: all steps in each update", M, "if self.settings.batch is None or not n:", "if True:", S),
-    ("actor: the same steps in each update", M, "derive_seed(derive_seed(self.context.seed, self.context.step), update)", "derive_seed(self.context.seed, 0)", S),
+    ("actor: all steps in each update", M, "if batch is None or not n:", "if True:", S),
+    ("actor: the same steps in each update", M, "draw_rows(n, settings.batch, derive_seed(stream, update))", "draw_rows(n, settings.batch, self.context.seed)", S),
     ("actor: Q networks are trained by the policy's loss", V, "functional_call(network, detached(network), (x,))", "network(x)", S),
     ("actor: the mean for the least", C, 'by_member.amin(0) if self.of == "least"', 'by_member.mean(0) if self.of == "least"', S),
     ("actor: the largest", C, 'by_member.amin(0) if self.of == "least"', 'by_member.amax(0) if self.of == "least"', S),
@@ -94,15 +99,25 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("actor: no entropy in the loss", N, "(sampled.temperature * sampled.logp - sampled.q)", "(-sampled.q)", S),
     ("actor: less entropy", N, "(sampled.temperature * sampled.logp - sampled.q)", "(-sampled.temperature * sampled.logp - sampled.q)", S),
     ("actor: no coefficient", N, "return self.coefficient.value * cost", "return cost", S),
-    ("actor: Q of another row", C, "pairs = torch.cat([sampled.observations, sampled.chunks", "pairs = torch.cat([sampled.observations.flip(0), sampled.chunks", S),
+    ("actor: Q of another row", C, "return torch.cat([sampled.observations, sampled.chunks", "return torch.cat([sampled.observations.flip(0), sampled.chunks", S),
     ("actor: fresh episodes in the mean", L, "return micro.mask & micro.recorded[:, None].to(micro.mask.device)", "return micro.mask", S),
-    ("actor: the likeliest action", P, "sampled = module.head.act(prefix, state, ActionSampling(list(seeds), policy.temperature.value))", "sampled = module.head.act(prefix, state, ActionSampling(list(seeds), 0.0))", S),
+    ("actor: the likeliest action", P, "sampled = head.act(prefix, state, ActionSampling(list(seeds), policy.temperature.value))", "sampled = head.act(prefix, state, ActionSampling(list(seeds), 0.0))", S),
     ("actor: actions beyond the robot's", P, "            actions = actions.clamp(-1, 1)", "            pass", S),
     ("actor: the sign of the entropy's weight", V, "return -self.log_value * (logp.detach().double() + target)", "return self.log_value * (logp.detach().double() + target)", S),
     ("squashed: no tanh", H, '"actions": sampled["actions"].tanh()', '"actions": sampled["actions"]', TANH),
     ("squashed: the density before tanh", H, "self._by_level(log_slope_of_tanh(before), valid)", "0 * self._by_level(log_slope_of_tanh(before), valid)", TANH),
     ("squashed: the slope's sign", H, 'fields["logp"] - self._by_level(', 'fields["logp"] + self._by_level(', TANH),
     ("squashed: demonstrations are not inverted", H, "inside.atanh().to(actions.dtype)", "inside.to(actions.dtype)", TANH),
+    ("noise: targets of the target networks", D, ".predict(by_actions)", ".module.target(by_actions)[None]", NOISE),
+    ("noise: targets of other observations", D, "by_actions.append(torch.cat([sampled.observations, ", "by_actions.append(torch.cat([0 * sampled.observations, ", PUBLIC),
+    ("noise: networks read the actions", D, "sampled.noise.float().cpu()], 1)", "sampled.chunks[:, :sampled.noise.shape[1]].float().cpu()], 1)", NOISE),
+    ("noise: one noise for all updates", D, "seed = derive_seed(stream, update)", "seed = stream", NOISE),
+    ("noise: one noise for all steps", D, "derive_seed(seed, first + i)", "seed", NOISE),
+    ("noise: a step of each rank alone", D, "networks.descend([errors.sum() / count], context.sum)", "networks.descend([errors.sum() / count], lambda x: x)", NOISE),
+    ("noise: the mean of one rank", D, "int(context.sum(torch.tensor(len(observations))))", "len(observations)", NOISE),
+    ("noise: the policy climbs Q of actions", D, "return self.noise.networks(modules, inputs, seed)", "return self.values.q_networks(modules, inputs, seed)", NOISE),
+    ("noise: the flow's noise in place of the policy's", P, "return SampledNoise(observations, sampled[\"noise\"].float().flatten(1), None, scored)", "return SampledNoise(observations, head.sample_prior(seeds).flatten(1), None, scored)", NOISE),
+    ("noise: actions beyond the robot's", P, "            actions = actions.clamp(-1, 1)", "            pass", NOISE),
     ("public: GAE beyond a cut", "mmrl/kernels/reference.py", "next_values = bootstrap.where(cut, next_values.where(continues, 0))", "next_values = next_values.where(continues, 0)", PUBLIC),
     ("public: a terminated episode is cut", "mmrl/kernels/reference.py", "cut = mask & ~terminated & ~continues", "cut = mask & ~continues", PUBLIC),
     ("public: the other expectile", V, "torch.where(difference < 0, 1 - expectile, expectile)", "torch.where(difference < 0, expectile, 1 - expectile)", PUBLIC),

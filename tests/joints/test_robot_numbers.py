@@ -13,12 +13,13 @@ import torch
 
 from mmrl.algorithms.algorithm import Algorithm
 from mmrl.measurements.q_values import QLearner, Transitions
-from mmrl.protocols.abilities import SampledActions
+from mmrl.protocols.abilities import SampledActions, SampledNoise
 from mmrl.protocols.auxiliary import AuxiliaryModule
 from mmrl.protocols.measurement import ReplayedContext
 from mmrl.protocols.trajectory import EpisodeTail, RewardsToGo
 from mmrl.rollouts import REPLAYED, Column, Prompt, Replay, Rollouts, Sample
 from mmrl.settings import choose
+from mmrl.terms.losses.q_gradient import NoiseQFunctions
 from tests.joints.parts import Table, close, steps
 
 PUBLIC = json.loads((Path(__file__).parent / "robot_numbers.json").read_text())
@@ -27,12 +28,13 @@ RLINF, SAC, DSRL = (
     PUBLIC["huggingface_lerobot"]["numbers"]["SACAlgorithm"],
     PUBLIC["nakamotoo_dsrl_pi0"]["numbers"]["update_critic"],
 )
+NOISE = PUBLIC["vyseian_stable-baselines3-dsrl_dp"]["numbers"]["update_noise_critic"]  # a copy of DSRL's own code
 # The methods that this shows, by title of the choice and name, with the repositories.
 SHOWN = {
     ("algorithm", "implicit_q_learning"): {"RLinf/RLinf"},
     ("algorithm", "advantage_conditioned"): {"RLinf/RLinf"},
     ("algorithm", "soft_actor_critic"): {"huggingface/lerobot"},
-    ("loss term", "q_gradient"): {"huggingface/lerobot"},
+    ("loss term", "q_gradient"): {"huggingface/lerobot", "vyseian/stable-baselines3-dsrl_dp"},
 }
 STILL = "members: 2, lr: 1.0e-12, tau: 0.5"  # one update changes no number that is compared
 NOW, NEXT, CHOSEN = 0, 10, 20  # the first feature of a row: its number, plus what the row is of
@@ -101,7 +103,7 @@ def transitions(inputs, *, next_logp=None, terminated=None, discount=None):
 
 def learn(measurement, modules, rows):
     """The estimates of `rows` and their losses, by the update that the trainer makes."""
-    policy = SimpleNamespace(off_policy=SimpleNamespace(encoding_sizes=(1, 3), chunk_length=2))  # one action number
+    policy = SimpleNamespace(off_policy=SimpleNamespace(encoding_sizes=(1, 3), noise_size=1))
     context = SimpleNamespace(policy=policy, modules=modules, sum=modules.sum, seed=0, step=0, micro_batches=[])
     return QLearner(measurement, context)._update(rows, torch.zeros(0, 2))[0]
 
@@ -250,6 +252,33 @@ def test_the_policy_s_loss(public, of):
     close(logp.grad, public["actor_gradient_logp"])
     if "actor_gradient_q" in public:
         close(actions.grad[:, 0], torch.tensor(slopes) @ torch.tensor(public["actor_gradient_q"]))
+
+
+def test_q_of_the_noise():
+    """Half of each squared error there. The networks of the noise say what those of the policy's actions say above."""
+    inputs = SAC["inputs"]
+    actor = soft().actor
+    distilled = actor.model_copy(update={"q": actor.q.model_copy(update={"noise": NoiseQFunctions()})}).distilled
+    modules = GivenModules(
+        q=ensemble([{"_0": row} for row in inputs["q"]], [{}, {}]),
+        noise_q=ensemble([{"_0": row} for row in inputs["policy_q"]], [{}, {}]),
+    )
+
+    def denoise_prior(observations, seeds):
+        rows = torch.tensor(observations)[:, None].float()
+        return SampledNoise(rows, torch.zeros(len(rows), 1), torch.zeros(len(rows), 3), None)
+
+    off_policy = SimpleNamespace(encoding_sizes=(1, 3), noise_size=1, denoise_prior=denoise_prior)
+    policy = SimpleNamespace(off_policy=off_policy)
+    context = SimpleNamespace(
+        policy=policy, modules=modules, sum=modules.sum, seed=0, step=0, micro_batches=[[0, 1], [2, 3, 4]]
+    )
+    micro = stored()
+    for row, sample in enumerate(micro.samples):
+        sample.prompt.metadata["observation"] = row
+    found = distilled.measure(micro, context).values
+    close(torch.stack(modules.gradients) / 2, NOISE["gradient"])
+    close(2 * found.mean() / 2, NOISE["loss"])
 
 
 # --- labels of RECAP ---

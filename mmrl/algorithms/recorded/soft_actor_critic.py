@@ -36,7 +36,7 @@ class SoftActorCritic(Algorithm):
     equation: ClassVar[str] = QGradient.equation
     source: ClassVar[str] = (
         "SAC, arXiv 1812.05905, on chunks of actions as in Q-chunking, arXiv 2507.07969; demonstrations among the "
-        "drawn steps, of=mean and layer normalisation: RLPD, arXiv 2302.02948"
+        "drawn steps, of=mean and layer normalisation: RLPD, arXiv 2302.02948; q.noise: DSRL-NA, arXiv 2506.15799"
     )
     test: ClassVar[str] = "tests/joints/test_q_gradient.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "rollouts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from mmrl.policies.vla.episodes import PolicyStep
 from mmrl.policies.vla.heads.codec import ActionNormalizer
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.settings import Actions
-from mmrl.protocols.abilities import SampledActions
+from mmrl.protocols.abilities import SampledActions, SampledNoise
 from mmrl.protocols.trajectory import RobotObservation
 from mmrl.rollouts import Prompt, Rollouts, Sample
 from mmrl.schedules.schedule import Schedule
@@ -59,6 +60,11 @@ class OffPolicyAccess:
         """The number of actions in a chunk."""
         return self.policy.action.chunk
 
+    @property
+    def noise_size(self) -> int:
+        """The number of numbers that the head samples for a chunk."""
+        return math.prod(self.policy.module.head.sampled_shape)
+
     @torch.no_grad()
     def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
         """Encodes observations, which have one row each, as vectors [observation, width + state] fp32: the last hidden
@@ -87,25 +93,64 @@ class OffPolicyAccess:
     def resample(self, rollouts: Rollouts, rows: Sequence[int], seeds: Sequence[int], *, logp: bool) -> SampledActions:
         """Samples a chunk at the first observation of each rollout with an index in `rows`, as in a rollout, but keeps
         the gradient. seeds: one for each row; logp: as in `sample`."""
+        return self._sample(*self._recorded(rollouts, rows), seeds, logp)
+
+    def resample_noise(
+        self, rollouts: Rollouts, rows: Sequence[int], seeds: Sequence[int], *, logp: bool
+    ) -> SampledNoise:
+        """Samples noise of a `steered` head at the first observation of each rollout with an index in `rows`, as in a
+        rollout, with its gradient and without denoising it. seeds, logp: as in `resample`."""
+        prefix, observations, state = self._encode(*self._recorded(rollouts, rows))
+        head = self.policy.module.head
+        sampled = head.sample_noise(prefix, state, ActionSampling(list(seeds), self.policy.temperature.value))
+        scored = head.score(prefix, state, sampled, self._whole(seeds), None, None)["logp"].sum(1) if logp else None
+        return SampledNoise(observations, sampled["noise"].float().flatten(1), None, scored)
+
+    @torch.no_grad()
+    def denoise_prior(self, observations: Sequence[RobotObservation], seeds: Sequence[int]) -> SampledNoise:
+        """Samples standard normal noise for each observation, which has one row, and the chunk that the frozen flow of
+        a `steered` head denoises from it. seeds: one for each observation."""
+        observation = stack_observations(observations)
+        prefix, encoded, state = self._encode(self.policy.prepare(observation), self.policy.robot_state(observation))
+        head = self.policy.module.head
+        noise = head.sample_prior(seeds).to(state.device)
+        chunks = self._as_vectors(head.denoise(prefix, state, noise), self._whole(seeds))
+        return SampledNoise(encoded, noise.flatten(1), chunks, None)
+
+    @staticmethod
+    def _recorded(rollouts: Rollouts, rows: Sequence[int]) -> tuple[list[Any], Tensor]:
+        """Returns the prepared first observations and the states [row, state] of the rollouts `rows`."""
         policy_steps = [rollouts.inputs[row][0] for row in rows]
         state = torch.stack([policy_step.state for policy_step in policy_steps])
-        return self._sample([policy_step.observation for policy_step in policy_steps], state, seeds, logp)
+        return [policy_step.observation for policy_step in policy_steps], state
+
+    def _encode(self, prepared: list[Any], state: Tensor) -> tuple[Any, Tensor, Tensor]:
+        """Returns the prefixes of n observations, the observations as vectors without gradient [n, size], and the
+        states as the head reads them. prepared: n rows of `prepare`; state: [n, state]."""
+        policy, module = self.policy, self.policy.module
+        prefix = module.encode(policy.collate(prepared))
+        observations = torch.cat([prefix.last.detach().float().cpu(), state.float().cpu()], 1)
+        return prefix, observations, module.policy_state(state.to(policy.device))
+
+    def _whole(self, seeds: Sequence[int]) -> Tensor:
+        """Returns a mask of whole chunks, one for each seed, [seed, chunk] bool."""
+        return torch.ones(len(seeds), self.chunk_length, dtype=torch.bool, device=self.policy.device)
+
+    def _as_vectors(self, actions: Tensor, valid: Tensor) -> Tensor:
+        """Encodes actions [n, chunk, action] of the head as `encode_chunks` does. valid: [n, chunk] bool."""
+        actions, normalizer = actions.float(), self.policy.normalizer
+        if normalizer is None or normalizer.clipped:  # as executed actions are clamped
+            actions = actions.clamp(-1, 1)
+        return torch.cat([actions.flatten(1), valid.float()], 1)
 
     def _sample(self, prepared: list[Any], state: Tensor, seeds: Sequence[int], logp: bool) -> SampledActions:
         """Samples a chunk for each of n observations; returns rows like those of `encode_observations` and
         `encode_chunks`. prepared: n rows of `prepare`; state: [n, state]; seeds, logp: as in `sample`."""
-        policy, module = self.policy, self.policy.module
-        prefix = module.encode(policy.collate(prepared))
-        observations = torch.cat([prefix.last.detach().float().cpu(), state.float().cpu()], 1)
-        state = module.policy_state(state.to(policy.device))
-        sampled = module.head.act(prefix, state, ActionSampling(list(seeds), policy.temperature.value))
-        valid = torch.ones(len(seeds), self.chunk_length, dtype=torch.bool, device=policy.device)
-        scored = module.head.score(prefix, state, sampled, valid, None, None)["logp"].sum(1) if logp else None
-        actions = sampled["actions"].float()
-        if policy.normalizer is None or policy.normalizer.clipped:  # as executed actions are clamped
-            actions = actions.clamp(-1, 1)
-        chunks = torch.cat([actions.flatten(1), valid.float()], 1)
-        return SampledActions(observations, chunks, scored)
+        prefix, observations, state = self._encode(prepared, state)
+        policy, head, valid = self.policy, self.policy.module.head, self._whole(seeds)
+        sampled = head.act(prefix, state, ActionSampling(list(seeds), policy.temperature.value))
+        scored = head.score(prefix, state, sampled, valid, None, None)["logp"].sum(1) if logp else None
+        return SampledActions(observations, self._as_vectors(sampled["actions"], valid), scored)
 
     @torch.no_grad()
     def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:

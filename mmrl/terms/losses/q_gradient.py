@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.measurements.action_values import ActionValues
+    from mmrl.measurements.noise_values import NoiseQValues
     from mmrl.measurements.q_values import QValues
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.parts import RolloutKind
@@ -28,15 +29,27 @@ class EntropyBonus(Section):
     temperature: float = option(0.1, "weight of the entropy before training", gt=0)
     target: float | None = option(
         -1.0,
-        "target entropy in nats per action coordinate, to which the weight is adapted; null: the weight is fixed",
+        "target entropy in nats per sampled number, of the actions or of the noise of a steered head, to which the "
+        "weight is adapted; null: the weight is fixed",
     )
     lr: float = option(3e-4, "learning rate of the weight's logarithm", gt=0)
+
+
+class NoiseQFunctions(Section):
+    """Q networks of the noise of a `steered` head, which learn the Q values of the actions denoised from it."""
+
+    updates: int = option(1, "updates per training step, after those of Q; each draws new noise", ge=1)
 
 
 class SoftQFunctions(QNetworks):
     """Q networks with target networks, whose targets bootstrap from the current policy's own actions and entropy."""
 
     entropy: EntropyBonus | None = option(EntropyBonus(), "bonus for entropy; null: none")
+    noise: NoiseQFunctions | None = option(
+        None,
+        "Q networks of the noise of action.head.type=steered, whose gradient the policy follows (DSRL-NA); null: the "
+        "gradient goes through the actions",
+    )
 
     def measurement(self, returns: StepReturns) -> QValues:
         """Returns the measurement that trains the Q networks, with the settings of the entropy bonus. returns: rewards
@@ -54,11 +67,13 @@ class QGradient(Term):
 
     equation: ClassVar[str] = (
         "coefficient (temperature log pi(a | s) - min_i Q_i(s, a)), a = a(s, noise) of the current policy, s recorded; "
-        "Q_i: (r + gamma^k (min_j Q'_j(s', a') - temperature log pi(a' | s')) - Q_i(s, a))^2"
+        "Q_i: (r + gamma^k (min_j Q'_j(s', a') - temperature log pi(a' | s')) - Q_i(s, a))^2; with q.noise: a = flow(w)"
+        " with noise w, pi(a | s) = pi(w | s), and the policy climbs N_i(s, w) in place of Q_i(s, a), N_i: "
+        "(Q_i(s, flow(e)) - N_i(s, e))^2, e standard normal"
     )
     source: ClassVar[str] = (
         "the actor of SAC, arXiv 1812.05905, on chunks of actions as in Q-chunking, arXiv 2507.07969; of=mean as in "
-        "RLPD, arXiv 2302.02948"
+        "RLPD, arXiv 2302.02948; q.noise: DSRL-NA, arXiv 2506.15799, without its bound of the noise"
     )
     test: ClassVar[str] = "tests/joints/test_q_gradient.py"
     type: str = "q_gradient"
@@ -71,9 +86,20 @@ class QGradient(Term):
 
     @property
     def values_of_actions(self) -> ActionValues:
+        """Returns the measurement of Q at what the policy samples."""
         from mmrl.measurements.action_values import ActionValues
+        from mmrl.measurements.noise_values import NoiseActionValues
 
-        return ActionValues(self.q.measurement(self.returns), self.of)
+        values, noise = self.q.measurement(self.returns), self.distilled
+        return ActionValues(values, self.of) if noise is None else NoiseActionValues(values, self.of, noise)
+
+    @property
+    def distilled(self) -> NoiseQValues | None:
+        """Returns the measurement that trains Q networks of the noise, None if there are none."""
+        from mmrl.measurements.noise_values import NoiseQValues
+
+        noise = self.q.noise
+        return None if noise is None else NoiseQValues(self.q.measurement(self.returns), noise.updates)
 
     @property
     def learns_from(self) -> frozenset[RolloutKind]:
@@ -82,10 +108,15 @@ class QGradient(Term):
     @property
     def needs(self) -> Needs:
         measured = self.values_of_actions
-        return Needs(measurements=(measured.values, measured))
+        distilled = () if self.distilled is None else (self.distilled,)
+        return Needs(measurements=(measured.values, *distilled, measured))
 
     def prepare(self, batch: Batch) -> None:
         report_agreement(batch, self.q.measurement(self.returns), self.returns)
+        if self.distilled is not None:
+            errors = batch.gather(batch.measured(self.distilled).values)
+            if len(errors := errors[~errors.isnan()]):
+                batch.report({"q/noise_error": float(errors.mean())})
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         """Computes coefficient (temperature logp - Q) of the action that the policy sampled at a recorded observation,

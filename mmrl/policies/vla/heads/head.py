@@ -112,6 +112,11 @@ class Head(nn.Module):
         """Number of decisions in a chunk."""
         raise NotImplementedError
 
+    @property
+    def sampled_shape(self) -> tuple[int, int]:
+        """Shape of what is sampled for a chunk: the chunk's, or that of the noise from which it is denoised."""
+        return self.shape
+
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
         """Samples a chunk for each of n observations. prefix: their prefixes; state: [n, state]."""
         raise NotImplementedError

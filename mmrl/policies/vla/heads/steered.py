@@ -14,6 +14,7 @@ from mmrl.policies.vla.heads.gaussian import GaussianHead
 from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, EncodedPrefix, Head, SampledChunks
 from mmrl.policies.vla.heads.steered_settings import SteeredActions
 from mmrl.policies.vla.settings import Actions
+from mmrl.samplers.chain import INITIAL, gaussian_noise
 
 
 class SteeredHead(Head):
@@ -44,12 +45,25 @@ class SteeredHead(Head):
     def decisions(self) -> int:
         return self.noise.decisions
 
+    @property
+    def sampled_shape(self) -> tuple[int, int]:
+        return self.noise.shape
+
     def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
         """Samples noise from the Gaussian head and denoises it; see `Head.act`. Returns also "noise", which `score`
         reads."""
+        sampled = self.sample_noise(prefix, state, sampling)
+        return {**sampled, "actions": self.denoise(prefix, state, sampled["noise"])}
+
+    def sample_noise(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples noise from the Gaussian head as `act` does, without denoising it."""
         sampled = self.noise.act(prefix, state, sampling)
         noise = sampled.pop("actions")
-        return {**sampled, "noise": noise, "actions": self.denoise(prefix, state, noise)}
+        return {**sampled, "noise": noise}
+
+    def sample_prior(self, seeds: Sequence[int]) -> Tensor:
+        """Samples the noise of the flow alone, which is standard normal: [seed, noises, latent action] fp32."""
+        return gaussian_noise(list(seeds), INITIAL, self.noise.shape)
 
     def score(
         self,

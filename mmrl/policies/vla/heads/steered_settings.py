@@ -27,7 +27,7 @@ class SteeredActions(GaussianActions):
         "E |w - e|^2 by number = mean^2 + (std - 1)^2, e = (w - mean) / std the flow's own noise"
     )
     source: ClassVar[str] = (
-        "the actor of DSRL, arXiv 2506.15799, with a policy gradient in place of its critic's; the displacement is "
+        "the actor of DSRL, arXiv 2506.15799; its critic is soft_actor_critic with q.noise; the displacement is "
         "what LP-DS bounds, reconstructed from its abstract"
     )
     test: ClassVar[str] = "tests/policies/vla/test_steered.py"
@@ -58,7 +58,7 @@ class SteeredActions(GaussianActions):
 
     @property
     def offers(self) -> frozenset[Offer]:
-        return super().offers | {"displacement"}
+        return super().offers | {"displacement", "noise"}
 
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         """Builds the head around the flow head, and freezes the backbone; see `ActionHead.build`."""
