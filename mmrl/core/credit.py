@@ -10,6 +10,7 @@ import math
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmrl.core.turns import discounted_returns
@@ -98,6 +99,37 @@ def shared_means(values: Tensor, group: Tensor, nodes: Tensor) -> Tensor:
             shared = (ids == ids[i]) & ~group_values.isnan()[:, None]
             total = group_values.nan_to_num(0.0)[:, None].where(shared, 0.0).sum(0)
             result[row] = total / shared.sum(0).clamp(min=1)
+    return result
+
+
+def node_gains(rewards: Tensor, group: Tensor, nodes: Tensor, *, whole: float = 0.0, by_leaves: bool = False) -> Tensor:
+    """Computes advantages [B, T]: the value of a decision's node minus that of the node before it.
+
+        A_t = V(n) - V(parent of n) + whole (V(n) - V(group))
+
+    The value of a node is the mean reward of the rollouts through it, of the root the mean of the group. With
+    `by_leaves`, A_t is divided by the root of the number of rollouts through the node (TreeRL, arXiv 2506.11902).
+    rewards: [B], NaN where unknown; group: [B]; nodes: [B, T], as in `branch_advantages`. It is 0 for a node without a
+    known reward.
+    """
+    result = torch.zeros(nodes.shape, dtype=rewards.dtype)
+    times = torch.arange(nodes.shape[1])
+    for g in group.unique():
+        rows = (group == g).nonzero().flatten()
+        ids, known = give_missing_nodes_unique_ids(nodes[rows]), ~rewards[rows].isnan()
+        group_rewards = rewards[rows].double().nan_to_num(0.0)
+        root = group_rewards.sum() / known.sum().clamp(min=1)
+        for i, row in enumerate(rows.tolist()):
+            shared = ids == ids[i]  # [rollout of the group, decision]
+            through = shared & known[:, None]
+            leaves = through.sum(0)
+            value = group_rewards[:, None].where(through, 0.0).sum(0) / leaves.clamp(min=1)
+            begins = F.pad((shared[:, 1:] != shared[:, :-1]).any(0), (1, 0), value=True)
+            first = times.where(begins, 0).cummax(0).values  # the node's first decision
+            gain = value - torch.cat([root[None], value])[first] + whole * (value - root)
+            # differences of equal means, but for rounding errors, are 0
+            gain = gain.where((leaves > 0) & (gain.abs() > 1e-12), 0.0)
+            result[row] = gain / leaves.clamp(min=1).sqrt() if by_leaves else gain
     return result
 
 

@@ -268,3 +268,53 @@ class Volatility(SuccessTrackingSampler):
         super().load(state)
         self._spread = {int(prompt): value for prompt, value in state["spread"].items()}
         self._visits = {int(prompt): value for prompt, value in state["visits"].items()}
+
+
+class Rollback(Permutation):
+    """Visits all prompts in random order. Prompts without a right response return: they are visited again soon, before
+    new ones, at most `times` times in a row. With rollout.dynamic_sampling their failed groups leave the step."""
+
+    equation: ClassVar[str] = (
+        "the first ceil(share x prompts) places go to prompts that returned, the oldest first; a prompt returns if "
+        "all its rollouts have an accuracy below `accuracy`"
+    )
+    source: ClassVar[str] = (
+        "reconstructed from the abstract of TACO, arXiv 2505.20777: rollback resampling, which removes problematic "
+        "samples and gives them back to the sampler"
+    )
+    test: ClassVar[str] = TEST
+    type: str = "rollback"
+    share: float = option(0.5, "largest share of the drawn prompts that returned, rounded up", gt=0, le=1)
+    times: int = option(2, "times that a prompt returns before it waits for the next epoch", ge=1)
+    accuracy: float = option(1.0, "smallest accuracy of a right response", unit="accuracy")
+    _waiting: list[int] = PrivateAttr(default_factory=list)  # prompts that returned, oldest first
+    _returns: dict[int, int] = PrivateAttr(default_factory=dict)  # how often each prompt returned in a row
+
+    def start(self, size: int, seed: int) -> None:
+        super().start(size, seed)
+        self._waiting, self._returns = [], {}
+
+    def draw(self, count: int) -> list[int]:
+        """Draws prompts that returned, at most `share` of `count`, and then the next ones of the permutation."""
+        num_returned = math.ceil(self.share * count)
+        returned, self._waiting = self._waiting[:num_returned], self._waiting[num_returned:]
+        return returned + super().draw(count - len(returned))
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Lets prompts return whose rollouts are all known to be wrong."""
+        for outcome in outcomes:
+            known = [accuracy for accuracy in outcome.accuracies if math.isfinite(accuracy)]
+            failed = bool(known) and max(known) < self.accuracy
+            returns = self._returns.pop(outcome.prompt, 0)
+            if failed and returns < self.times and outcome.prompt not in self._waiting:
+                self._returns[outcome.prompt] = returns + 1
+                self._waiting.append(outcome.prompt)
+
+    def state(self) -> dict[str, Any]:
+        returns = {str(prompt): count for prompt, count in self._returns.items()}
+        return super().state() | {"waiting": list(self._waiting), "returns": returns}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self._waiting = list(state["waiting"])
+        self._returns = {int(prompt): count for prompt, count in state["returns"].items()}

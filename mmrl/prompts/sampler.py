@@ -38,6 +38,7 @@ class PromptSampler(Choice):
         "success_weighted": "mmrl.prompts.curriculum:SuccessWeighted",
         "success_window": "mmrl.prompts.curriculum:SuccessWindow",
         "skip_flat": "mmrl.prompts.curriculum:SkipFlat",
+        "rollback": "mmrl.prompts.curriculum:Rollback",
         "volatility": "mmrl.prompts.curriculum:Volatility",
         "category_bandit": "mmrl.prompts.mixture:CategoryBandit",
         "task_quotas": "mmrl.prompts.mixture:TaskQuotas",

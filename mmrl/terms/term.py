@@ -99,6 +99,9 @@ class Shaper(Choice):
         "segment_values": "mmrl.terms.shapers.segments:SegmentValues",
         "subtree_advantages": "mmrl.terms.shapers.trees:SubtreeAdvantages",
         "prefix_mean": "mmrl.terms.shapers.trees:PrefixMean",
+        "node_gains": "mmrl.terms.shapers.trees:NodeGains",
+        "perplexity_weight": "mmrl.terms.shapers.likelihoods:PerplexityWeight",
+        "position_bonus": "mmrl.terms.shapers.likelihoods:PositionBonus",
         "curiosity": "mmrl.terms.shapers.turns:Curiosity",
         "stratified": "mmrl.terms.shapers.groups:Stratified",
         "set_diversity": "mmrl.terms.shapers.groups:SetDiversity",
@@ -167,6 +170,7 @@ class Mask(Choice):
         "covariance_clip": "mmrl.terms.masks.decisions:CovarianceClip",
         "token_budget": "mmrl.terms.masks.decisions:TokenBudget",
         "small_advantages": "mmrl.terms.masks.decisions:SmallAdvantages",
+        "mastered": "mmrl.terms.masks.decisions:Mastered",
         "best_of_group": "mmrl.terms.masks.rollouts:BestOfGroup",
         "process_agreement": "mmrl.terms.masks.rollouts:ProcessAgreement",
     }

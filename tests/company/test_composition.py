@@ -55,7 +55,7 @@ VARIANTS = {
     "shaping": ["{type: entropy, sure: {}, bonus: clarity, centred: true}"],
 }
 BASES = {"terms": Term, "shaping": Shaper}
-CHANCE = {"covariance_clip", "token_budget", "boundary_chance"}  # who draw by the place in the batch
+CHANCE = {"covariance_clip", "token_budget", "boundary_chance", "perturbation"}  # who draw by the place in the batch
 TITLES = {
     "surrogate": "surrogate", "baseline": "baseline", "scale of advantages": "scale", "components": "components",
     "transform of rewards": "transforms", "loss term": "terms", "advantage shaper": "shaping", "mask": "masks",

@@ -88,6 +88,8 @@ OWN = {
     "covariance_clip": "share: 0.2, low: -5",
     "guided_prefixes": "count: 4",
     "small_advantages": "least: 0.3",
+    "mastered": "probability: 0.001, entropy: 100",
+    "rollback": "accuracy: 2",  # so that all groups fail
     "advantage_replay": "every: 1, least: 0.01",
     "section_credit": "sections: [{end: '1', weight: 2}]",
 }
@@ -100,13 +102,15 @@ AROUND = {
     "replay_policy_gradient": "rollout.extras=[{type: advantage_replay, every: 1, least: 0.01}]",
     "long_wrong": "rollout.group_size=48",  # so that a right one is shorter than a wrong one by chance
     "shared_prefix": "rollout.temperature=0.2",  # so that responses of a group begin alike
-    **dict.fromkeys(("prefix_mean", "subtree_advantages"), "rollout.extras=[branches]"),
+    **dict.fromkeys(("prefix_mean", "subtree_advantages", "node_gains"), "rollout.extras=[branches]"),
     "self_corrections": "rollout.max_response_length=12",  # so that two responses and what joins them fit
 }
 AROUND_NOT = {"shared_prefix": ("images",)}  # they have no temperature
 AROUND_NOT |= {"self_corrections": ("images", "actions")}  # they have no response
 AROUND_NOT |= {"replay_policy_gradient": ("images", "actions")}  # they are not stored
-AROUND_NOT |= dict.fromkeys(("prefix_mean", "subtree_advantages"), ("images", "actions"))  # they do not branch
+AROUND_NOT |= dict.fromkeys(
+    ("prefix_mean", "subtree_advantages", "node_gains"), ("images", "actions")
+)  # they do not branch
 FACTORS = {
     "dynamic sampling": ("rollout.dynamic_sampling={max_rounds: 2}",),
     "several minibatches": ("algorithm.minibatches=2",),

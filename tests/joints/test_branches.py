@@ -1,12 +1,12 @@
 """Trees of text: `branches`, at uncertain tokens and ends of segments, and their credit: of nodes, `prefix_mean`,
-`subtree_advantages`."""
+`subtree_advantages`, `node_gains`."""
 
 import math
 
 import pytest
 import torch
 
-from mmrl.core.credit import branch_advantages, shared_means, subtree_advantages
+from mmrl.core.credit import branch_advantages, node_gains, shared_means, subtree_advantages
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 
@@ -85,6 +85,54 @@ def test_a_rollout_is_compared_with_its_subtrees(given, weights, right, wrong):
     rollouts = made.next()
     made.prepare(rollouts)
     close(rollouts.advantages, [[right] * 5, [-0.5] * 5, [wrong] * 5, [right] * 5])
+
+
+def test_a_node_is_worth_what_it_gains_on_the_one_before_it(given):
+    """The group is worth 1/2; the node of rows 0, 2 and 3 is worth 2/3, after it that of rows 0 and 3 is worth 1, and
+    row 2's own 0. The last nodes of rows 0 and 3 gain nothing. Row 1 is worth 0."""
+    made = grown(given, "", "algorithm.shaping=[node_gains]")
+    rollouts = made.next()
+    made.prepare(rollouts)
+    sixth, third = 1 / 6, 1 / 3
+    local = [[sixth, sixth, third, 0, 0], [-0.5] * 5, [sixth, sixth, *[-2 * third] * 3], [sixth, sixth, third, 0, 0]]
+    close(rollouts.advantages, local)
+    made = grown(given, "", "algorithm.shaping=[{type: node_gains, whole: 2, by_leaves: true}]")
+    rollouts = made.next()
+    made.prepare(rollouts)
+    whole = [[sixth, sixth, 0.5, 0.5, 0.5], [-0.5] * 5, [sixth, sixth, *[-0.5] * 3], [sixth, sixth, 0.5, 0.5, 0.5]]
+    leaves = [[3, 3, 2, 1, 1], [1] * 5, [3, 3, 1, 1, 1], [3, 3, 2, 1, 1]]
+    close(rollouts.advantages, (torch.tensor(local) + 2 * torch.tensor(whole)) / torch.tensor(leaves).sqrt())
+
+
+def test_gains_of_nodes_of_equal_rewards_are_exactly_0():
+    nodes = torch.tensor([[0, 0], [0, 1], [2, 2]])
+    assert not node_gains(torch.full((3,), 0.1), torch.zeros(3), nodes, whole=1.0).any()
+    found = node_gains(torch.tensor([torch.nan, 1.0, 0.0]), torch.zeros(3), nodes)
+    close(found, [[0.5, 0.0], [0.5, 0.0], [-0.5, -0.5]])  # row 0 alone is worth nothing known
+
+
+PIECES = [["a", "</th", "ink>", "7"], ["b", "</think>"], ["a", "</think>x", "8"], ["a", "</th", "ink>", "9"], ["c"]]
+
+
+def test_answers_branch_where_a_thought_ends(given):
+    """Row 0's thought ends with its third decision, and row 1 ends there: it has no answer to give again. Each other
+    branch is a whole new response."""
+    options = ", at: text_ends"
+    made = grown(given, options, continues={(0, 3): [3], (0, 0): [2]})
+    made.table.pieces = PIECES
+    rollouts = made.next()
+    assert rollouts.inputs == [0, 1, 3, 2]
+    assert tree(rollouts)[2] == [0, 0, 0, 10, 10]
+    made = grown(given, ", at: {type: text_ends, text: nowhere}", continues={(0, 0): [2, 4]})
+    made.table.pieces = PIECES
+    assert made.next().inputs == [0, 1, 2, 4]
+
+
+def test_a_thought_may_end_within_a_decision(given):
+    """Row 0 says what ends it in its second decision, with more after it."""
+    made = grown(given, ", at: text_ends, width: 2", continues={(0, 2): [2, 4]})
+    made.table.pieces = [["a", "</think>x", "8", "</think>"], *PIECES[1:]]
+    assert made.next().inputs == [0, 1, 2, 4]
 
 
 def test_a_point_may_have_several_branches(given):
@@ -189,7 +237,7 @@ def test_nodes_are_compared_by_their_means(given, override):
         grown(given, "", override)
 
 
-@pytest.mark.parametrize("shaper", ["prefix_mean", "subtree_advantages"])
+@pytest.mark.parametrize("shaper", ["prefix_mean", "subtree_advantages", "node_gains"])
 def test_credit_of_trees_needs_a_tree(given, shaper):
     with pytest.raises(
         UserError, match=f"{shaper}.* needs rollouts that share their first decisions, as branches of a tree"

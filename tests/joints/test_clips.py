@@ -49,6 +49,20 @@ def test_log_clip(given):
     check(made, loss, [-1, 0, -1], [0, 1])
 
 
+def test_tapered(given):
+    # A = 1: weight 1 whatever the ratio. A = -1: the ratio 0.5, and 1 for 1.5. Values are -w A.
+    made = moved(given, "tapered")
+    check(made, (-1 - 1 - 1 + 0.5 + 1) / 5, [-1, -1, -1], [0.5, 1])
+    close(made.metrics.result()["surrogate/weight"], (3 + 0.5 + 1) / 5)
+
+
+def test_tapered_by_the_ratio_of_a_response(given):
+    # The ratio of row 1 is sqrt(0.5 x 1.5), of which a half is each decision's.
+    made = moved(given, "tapered", "algorithm.level=sequence", "algorithm.reduce=token_mean")
+    ratio = math.sqrt(0.75)
+    check(made, (-3 + 2 * ratio) / 5, [-1, -1, -1], [ratio, ratio])
+
+
 @pytest.mark.parametrize("tau", [0.1, 2.0])
 def test_mirror_descent(given, tau):
     # tau / 2 l^2 - A l, whose derivative is tau l - A; where the ratio is 1 that is -A.

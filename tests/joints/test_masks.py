@@ -67,3 +67,28 @@ def test_filters_are_of_each_group_and_of_a_fact(given):
     mask = "algorithm.masks=[{type: best_of_group, count: 1, by: accuracy, highest: true}]"
     made = given(table, "algorithm.scale=none", mask)
     assert made.prepare().mask[:, 0].tolist() == [True, False, True, False]  # of equal ones the earlier
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ("", [[False, True], [True, True], [True, True]]),
+        (", entropy: 0.6", [[False, True], [True, True], [False, False]]),
+        (", probability: 0.5", [[False, False], [True, True], [True, True]]),
+        (", threshold: -1", [[False, True], [False, False], [True, True]]),
+    ],
+)
+def test_what_is_mastered_is_not_learned_again(given, options, kept):
+    """Probabilities 0.995 and 0.6 in row 0, whose mean entropy is 0.1; row 1 is wrong, row 2 of entropy 0.5."""
+    sure, likely = -0.005, -0.5
+    table = Table(
+        [[sure, likely], [sure, sure], [sure, sure]],
+        rewards=[1.0, 0.0, 1.0],
+        entropy=[[0.0, 0.2], [0.1, 0.1], [0.4, 0.6]],
+    )
+    made, rollouts = filtered(given, f"{{type: mastered{options}}}", table)
+    assert rollouts.mask.all()  # they stay in the denominator
+    expected = -rollouts.advantages * torch.tensor(kept) / 6
+    close(made.gradient(), expected)
+    dropped = sum(not each for row in kept for each in row)
+    close(made.metrics.result()["mastered/share"], dropped / 6)

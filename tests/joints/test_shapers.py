@@ -235,3 +235,35 @@ def test_shared_prefix(given):
 def test_a_prefix_is_shared_from_the_first_token_on(given):
     table = Table([[-1.0, -1.0]] * 2, rewards=[3.0, 1.0], numbers=[[7.0, 5.0], [8.0, 5.0]])
     close(shaped(given, table, "shared_prefix"), [[1, 1], [-1, -1]])
+
+
+# --- perplexity and position ---
+
+
+def test_perplexity_weight(given):
+    # log PPL 1, 2 and 3: z = -1, 0, 1. Rewards 3, 0, 0 less 1.
+    table = Table([[-0.5, -1.5], [-2.0], [-3.0]], rewards=[3.0, 0.0, 0.0])
+    found = shaped(given, table, "{type: perplexity_weight, alpha: 0.25}")
+    close(found, [[2 * 1.25] * 2, [-1, 0], [-0.75, 0]], atol=5e-6)
+
+
+def test_perplexity_is_compared_with_that_of_what_is_scored(given):
+    # Of log PPL 1 and 2: z = -+ sqrt(1/2); the third, 9, is in no mean.
+    table = Table([[-1.0], [-2.0], [-9.0]], rewards=[1.0, 0.0, math.nan])
+    half = math.sqrt(0.5)
+    close(
+        shaped(given, table, "{type: perplexity_weight, alpha: 0.5}")[:, 0],
+        [0.5 + half / 4, -0.5 + half / 4, 0],
+        atol=5e-6,
+    )
+
+
+def test_position_bonus(given):
+    table = Table([[-1.0] * 4, [-1.0] * 2], rewards=[2.0, 0.0])
+    found = shaped(given, table, "{type: position_bonus, weight: 0.4}")
+    close(found, [[1.1, 1.2, 1.3, 1.4], [-1.2, -1.4, 0, 0]])
+
+
+def test_position_bonus_of_no_advantage(given):
+    table = Table([[-1.0] * 2, [-1.0] * 2], rewards=[1.0, 1.0])
+    close(shaped(given, table, "position_bonus"), [[0, 0], [0, 0]])

@@ -210,3 +210,48 @@ def test_history(given):
     close(again(4.0, 6.0), [2.0, 4.0], atol=1e-5)
     # Mean 0.75 x 2 + 0.25 x 5; squares 0.75 x 5 + 0.25 x 26: deviation sqrt(10.25 - 2.75^2).
     close(again(2.75, 6.0), [0.0, 3.25 / math.sqrt(2.6875)], atol=1e-5)
+
+
+def test_short_right_responses_earn_a_bonus(given):
+    # Lengths 1, 3, 2, 2 of 1 .. 3: 1/2, -1/2, 0, 0. Right ones get it, the wrong ones 0 and min(0, 0).
+    logp = [[-1.0], [-1.0] * 3, [-1.0] * 2, [-1.0] * 2]
+    found = advantages(given, [1.0, 1.0, 1.0, 0.0], "{type: length, weight: 0.4}", *BARE, size=4, logp=logp)
+    close(found, [1.2, 0.8, 1.0, 0.0])
+
+
+def test_long_wrong_responses_are_punished_and_short_ones_not_rewarded(given):
+    # Lengths 1, 3, 2 of 1 .. 3: 1/2 is for no wrong one, -1/2 is; threshold 2 makes all of them wrong.
+    logp = [[-1.0], [-1.0] * 3, [-1.0] * 2]
+    close(advantages(given, [0.0, 0.0, 0.0], "length", *BARE, logp=logp), [0.0, -0.25, 0.0])
+    close(advantages(given, [1.0, 1.0, 1.0], "{type: length, threshold: 2}", *BARE, logp=logp), [1.0, 0.75, 1.0])
+
+
+def test_lengths_are_compared_within_the_group_of_what_is_scored(given):
+    # The second group is of one length, and what is not scored is longer than all.
+    logp = [[-1.0], [-1.0] * 2, [-1.0] * 5, *[[-1.0] * 4] * 3]
+    rewards, group = [1.0, 1.0, math.nan, 1.0, 0.0, 1.0], [0, 0, 0, 1, 1, 1]
+    close(advantages(given, rewards, "length", *BARE, logp=logp, group=group), [1.25, 0.75, 0, 1, 0, 1])
+
+
+def test_noise_is_drawn_for_each_reward_and_step(given):
+    rewards = [1.0] * 12
+    options = (*BARE, "algorithm.surrogate=reinforce")
+    one = advantages(given, rewards, "{type: perturbation, std: 0.5}", *options, size=12)
+    close(advantages(given, rewards, "{type: perturbation, std: 0.5}", *options, size=12), one)
+    noise = one - 1
+    assert len(set(noise.tolist())) == 12 and 0.2 < float(noise.std()) < 0.9 and abs(float(noise.mean())) < 0.5
+    close(advantages(given, rewards, "{type: perturbation, std: 1.0}", *options, size=12) - 1, 2 * noise)
+    assert not torch.equal(
+        advantages(given, rewards, "{type: perturbation, std: 0.5}", *options, "seed=1", size=12), one
+    )
+    close(advantages(given, rewards, "{type: perturbation, std: 0.0}", *options, size=12), rewards)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"), [(1, [0.7, -0.4, -0.1]), (0, [-0.3, -0.4, -0.1]), (2, [1.7, -0.4, -0.1])]
+)
+def test_certainty_is_a_reward(given, outcome, expected):
+    # Mean entropies 0.6 (of 0.2 and 1), 0.8 and 0.2, half of each.
+    columns = {"logp": [[-1.0] * 2, [-1.0], [-1.0]], "entropy": [[0.2, 1.0], [0.8], [0.2]]}
+    transform = f"{{type: certainty, weight: 0.5, outcome: {outcome}}}"
+    close(advantages(given, [1.0, 0.0, 0.0], transform, *BARE, **columns), expected)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.prompts.curriculum import SkipFlat, SuccessWeighted, SuccessWindow, Volatility
+from mmrl.prompts.curriculum import Rollback, SkipFlat, SuccessWeighted, SuccessWindow, Volatility
 from mmrl.prompts.mixture import CategoryBandit, TaskQuotas
 from mmrl.prompts.sampler import Outcome
 from mmrl.rollouts import Prompt
@@ -30,6 +30,7 @@ MADE = {
     "success_weighted": SuccessWeighted,
     "success_window": SuccessWindow,
     "skip_flat": SkipFlat,
+    "rollback": Rollback,
     "volatility": Volatility,
     "category_bandit": CategoryBandit,
     "task_quotas": TaskQuotas,
@@ -196,6 +197,33 @@ def test_a_category_that_prompts_do_not_have():
         started(CategoryBandit(by="kind"))
 
 
+# --- prompts that return ---
+
+
+def test_failed_prompts_return_before_new_ones():
+    sampler, plain = started(Rollback(share=0.5, times=2)), started(Rollback())
+    order = plain.draw(30)
+    assert sampler.draw(4) == order[:4]
+    failed, right = outcome(order[1], 0.0, 0.0), outcome(order[0], 0.0, 1.0)
+    sampler.observe([right, failed, outcome(order[2], 0.0, 0.9), outcome(order[3], 0.0, 0.0), outcome(9, math.nan)])
+    assert sampler.draw(4) == [order[1], order[2], order[4], order[5]]  # at most half of the four
+    sampler.observe([failed, outcome(order[2], 1.0, 0.0)])
+    assert sampler.draw(4) == [order[3], order[1], order[6], order[7]]
+    sampler.observe([failed])  # the third time in a row: it waits for its epoch
+    assert sampler.draw(4) == order[8:12]
+    sampler.observe([failed, failed])  # and counts anew; it returns once
+    assert sampler.draw(4) == [order[1], *order[12:15]]
+
+
+def test_how_right_a_response_must_be_and_what_is_not_known():
+    sampler = started(Rollback(accuracy=0.5, share=1.0))
+    sampler.observe([outcome(4, 0.0, 0.5), outcome(5, 0.4, 0.0), outcome(6, math.nan, math.nan)])
+    assert sampler.draw(3)[0] == 5 and sampler._waiting == []
+    sampler = started(Rollback(share=0.5))
+    sampler.observe([outcome(5, 0.0), outcome(6, 0.0)])
+    assert sampler.draw(1) == [5]  # a half of one is rounded up
+
+
 # --- in a job ---
 
 
@@ -203,12 +231,15 @@ def test_a_category_that_prompts_do_not_have():
 def test_by_its_key_in_a_job(given_job, name):
     """The trainer's own path: it shows the sampler its prompts, draws, and tells it what became of them."""
     by = ", by: level" if name in ("category_bandit", "task_quotas") else ""
-    table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], rewards=[1.0, 1.0, 0.0, 1.0])
+    rewards = [1.0, 1.0, 0.0, 0.0 if name == "rollback" else 1.0]
+    table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], rewards=rewards)
     made = given_job(table, f"rollout.sampler={{type: {name}{by}}}", "steps=3")
     draws = made.trainer.collector.draws
     made.trainer.train()
     state = draws.sampler.state()
-    told = {"volatility": "visits", "category_bandit": "values", "task_quotas": "losses"}.get(name, "rates")
+    told = {"volatility": "visits", "rollback": "returns", "category_bandit": "values", "task_quotas": "losses"}.get(
+        name, "rates"
+    )
     assert state[told] and draws.drawn == 6
     assert json.loads(json.dumps(state)) == state
 

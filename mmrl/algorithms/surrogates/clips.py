@@ -74,6 +74,28 @@ class LogClip(Clipped):
         return values, {"ratio": log_ratio.detach().exp()}
 
 
+class Tapered(Surrogate):
+    """The policy gradient without an importance weight where the advantage is positive, and with the ratio, at most 1,
+    where it is negative (TOPR). So a response that has become unlikely is not pushed further down.
+
+    The paper's ratio is the product over a response, and its reward has no group baseline: algorithm.baseline=none.
+    """
+
+    equation: ClassVar[str] = "gradient -A dlogp where A >= 0, else -min(r, 1) A dlogp"
+    source: ClassVar[str] = "TOPR, arXiv 2503.14286, with the ratio of algorithm.level"
+    test: ClassVar[str] = TEST
+    at_one_update: ClassVar[str] = AS_REINFORCE
+    type: str = "tapered"
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        """Computes values with the gradient -w A dlogp, w without gradient, and statistics; [rollout, decision]."""
+        from mmrl.core.surrogates import policy_gradient_values
+
+        ratio = log_ratio.detach().exp()
+        weight = ratio.clamp(max=1).where(advantages < 0, 1.0)
+        return policy_gradient_values(weight * advantages, log_ratio), {"ratio": ratio, "weight": weight}
+
+
 class SqrtClip(Surrogate):
     """A clip with bounds that are further from 1 the smaller the token's probability was under the old policy (RIPO).
 

@@ -42,6 +42,7 @@ class Surrogate(Choice):
         "geometric": "mmrl.algorithms.surrogates.clips:Geometric",
         "log_clip": "mmrl.algorithms.surrogates.clips:LogClip",
         "sqrt_clip": "mmrl.algorithms.surrogates.clips:SqrtClip",
+        "tapered": "mmrl.algorithms.surrogates.clips:Tapered",
         "boundary_chance": "mmrl.algorithms.surrogates.clips:BoundaryChance",
         "ratio_variance": "mmrl.algorithms.surrogates.trust:RatioVariance",
         "query_trust_region": "mmrl.algorithms.surrogates.trust:QueryTrustRegion",

@@ -1,11 +1,16 @@
-"""Points at which the responses of a group branch: uncertain tokens, ends of segments, answers of tools."""
+"""Points at which the responses of a group branch: uncertain tokens, ends of segments or of thoughts, answers of
+tools."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import PrivateAttr
+
+from mmrl.protocols.abilities import DecisionTexts
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import Choice, option
 
@@ -26,6 +31,7 @@ class BranchPoints(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "uncertain_tokens": "mmrl.collection.branches.points:UncertainTokens",
         "segment_ends": "mmrl.collection.branches.points:SegmentEnds",
+        "text_ends": "mmrl.collection.branches.points:TextEnds",
         "tool_answers": "mmrl.collection.branches.points:ToolAnswers",
     }
     test: ClassVar[str] = "tests/joints/test_branches.py"
@@ -38,6 +44,9 @@ class BranchPoints(Choice):
     def reads_entropy(self) -> bool:
         """Returns whether `rank_points` needs entropies, which cost a forward pass over the responses."""
         return "entropy" in self.needs.offers
+
+    def start(self, policy: Any) -> None:  # noqa: B027  (most need no policy)
+        """Receives the policy, before the first step of a run."""
 
     @abstractmethod
     def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
@@ -104,6 +113,38 @@ class SegmentEnds(BranchPoints):
             return float(by_rollout[row][cut : cut + self.every].mean())
 
         return sorted(points, key=next_segment_entropy, reverse=True)
+
+
+class TextEnds(BranchPoints):
+    """Responses branch after the first occurrence of a text, such as </think>: several answers to each thought. Set
+    `width` to the number of further answers to a thought, and `count` to that times rollout.group_size."""
+
+    equation: ClassVar[str] = "the decisions up to the first occurrence of `text` are kept; rollouts in their order"
+    source: ClassVar[str] = "reconstructed from an abstract on thought-level branching: M answers to each of K thoughts"
+
+    type: str = "text_ends"
+    text: str = option("</think>", "text after which a response branches", min_length=1)
+    _policy: Any = PrivateAttr(None)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({DecisionTexts}))
+
+    def start(self, policy: Any) -> None:
+        self._policy = policy
+
+    def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
+        """Returns for each rollout that has the text, and goes on after it, the point after the decision with which the
+        text is complete."""
+        points = []
+        for row, pieces in enumerate(self._policy.decision_texts(members)):
+            lengths = list(accumulate(map(len, pieces)))
+            begin = "".join(pieces).find(self.text)
+            if begin >= 0:
+                cut = 1 + next(i for i, length in enumerate(lengths) if length >= begin + len(self.text))
+                if cut < int(members.mask[row].sum()):
+                    points.append((row, cut))
+        return points
 
 
 class ToolAnswers(BranchPoints):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import model_validator
 
 from mmrl.collection.branches.points import BranchPoints, Point, UncertainTokens
-from mmrl.collection.extra_sources import ExtraSource
+from mmrl.collection.extra_sources import ExtraSource, SourceContext
 from mmrl.protocols.abilities import ContinuingResponses
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Needs
@@ -70,6 +70,10 @@ class Branches(ExtraSource):
     @property
     def in_group(self) -> int:
         return self.count
+
+    def start(self, context: SourceContext) -> None:
+        super().start(context)
+        self.at.start(context.policy)
 
     def make(self, fresh: Rollouts) -> Rollouts:
         """Samples and returns `count` branches of every group, so that ranks make the same number of forward passes."""

@@ -127,3 +127,32 @@ class SmallAdvantages(Mask):
         selected = large | ((origin != FRESH) & (origin != EXTRA))
         batch.report({"small_advantages/kept": float(batch.gather(selected).float().mean())})
         return selected[:, None].expand(rollouts.mask.shape)
+
+
+class Mastered(Mask):
+    """Drops the tokens of right responses that are nearly certain already from the objective, if the whole response has
+    a low entropy. So the policy does not become more certain than it has to be. They stay in its denominator and in the
+    loss terms."""
+
+    equation: ClassVar[str] = "drop where r > threshold, p_old >= probability and mean_t H_t < entropy, by rollout"
+    source: ClassVar[str] = "UloRL's dynamic masking of well-mastered positive tokens (DMMPTs), from its paper"
+    test: ClassVar[str] = "tests/joints/test_masks.py"
+    of: ClassVar[Literal["rollouts", "decisions", "objective"]] = "objective"
+    type: str = "mastered"
+    probability: float = option(0.99, "smallest probability of a token that is dropped", gt=0, le=1)
+    entropy: float = option(0.2, "responses whose mean entropy is at least this are not changed", gt=0)
+    threshold: float = option(0.5, "a response is right if its reward is above it")
+
+    @property
+    def needs(self) -> Needs:
+        offers = frozenset({"single_sample_kl", "entropy"})
+        return Needs(offers=offers, statistics=frozenset({"logp", "entropy"}))
+
+    def keep(self, batch: Batch) -> Tensor:
+        """Returns which decisions stay in the objective, [rollout, decision] bool, and logs the share of the others."""
+        rollouts = batch.rollouts
+        assert rollouts.old_logp is not None
+        right = batch.local((batch.combined_rewards() > self.threshold) & (batch.column("entropy") < self.entropy))
+        mastered = right[:, None] & (rollouts.old_logp.exp() >= self.probability)
+        batch.report({"mastered/share": float(batch.gather_decisions(mastered).float().mean())})
+        return ~mastered

@@ -77,3 +77,35 @@ class PrefixMean(TreeShaper):
         rollout_advantages, _ = group_advantages(combined, batch.column("group"), scale=self.scale)
         local_advantages = batch.local(rollout_advantages.where(~combined.isnan(), float("nan")))
         return shared_means(local_advantages, rollouts.group, nodes).to(advantages)
+
+
+class NodeGains(TreeShaper):
+    """Gives a decision the gain in expected reward from the node before its own to its own, so that what branches is
+    compared with its siblings only.
+
+    With branches after </think> (rollout.extras=[{type: branches, at: text_ends}]) the thoughts of a group are compared
+    with each other, and the answers to a thought with each other. With `whole: 1` and `by_leaves: true` the gain over
+    the whole group is added, as in TreeRL.
+    """
+
+    equation: ClassVar[str] = (
+        "A_t = (V(n) - V(parent of n) + whole (V(n) - V(group))) / sqrt(leaves of n) or 1, n the node of decision t, "
+        "V the mean reward of the rollouts through a node"
+    )
+    source: ClassVar[str] = (
+        "TreeRL, arXiv 2506.11902 (local and global advantage); TreeRPO, arXiv 2506.05183, without a std of siblings; "
+        "K thoughts x M answers: reconstructed from an abstract on thought-level branching"
+    )
+    type: str = "node_gains"
+    whole: float = option(0.0, "weight of the gain over the whole group", ge=0)
+    by_leaves: bool = option(False, "divide by the root of the number of rollouts through the node, as TreeRL does")
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """Returns the gain of each decision's node, [rollout, decision]."""
+        from mmrl.core.credit import node_gains
+        from mmrl.rollouts import require
+
+        rollouts = batch.rollouts
+        rewards, nodes = batch.local(batch.combined_rewards()), require(rollouts.nodes, "nodes of a tree")
+        gains = node_gains(rewards, rollouts.group, nodes, whole=self.whole, by_leaves=self.by_leaves)
+        return gains.to(advantages)
