@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.sims.spaces import folded
 from mmrl.sims.vector.rows import EnvironmentRows
 from mmrl.sims.vector.simulator import Transition, nearest
 
@@ -93,7 +94,7 @@ class OGBench:
             playing = self._rows.get(row) or OGBenchRow()
             self._rows[row] = playing
             key = (tasks[i], seeds[i])
-            self._worlds[key] = playing.start(tasks[i], self._worlds.get(key, seeds[i]))
+            self._worlds[key] = playing.start(tasks[i], self._worlds.get(key, folded(seeds[i])))
             self._show(playing, out, i)
 
         return self._rows.each(rows, out, start)

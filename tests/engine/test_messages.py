@@ -106,3 +106,16 @@ def test_sizes_are_bounded_before_there_is_memory_for_them(size, monkeypatch):
     with pytest.raises(UserError, match="rank 1 announces"):
         gather_messages(pack("a"), 2, None)
     assert calls == [1]
+
+
+def test_messages_of_all_ranks_come_whole(monkeypatch):
+    """One shorter and one longer than this rank's."""
+    messages = [pack("ab"), pack("a"), pack("a longer one")]
+
+    def gather(parts, part, **how):
+        own = [torch.tensor([len(message)]) for message in messages] if len(part) == 1 else messages
+        for slot, sent in zip(parts, own, strict=True):
+            slot[: len(sent)] = sent
+
+    monkeypatch.setattr(dist, "all_gather", gather)
+    assert [unpack(message) for message in gather_messages(messages[0], 3, None)] == ["ab", "a", "a longer one"]

@@ -1,11 +1,14 @@
 """What `mmrl eval` of robots leaves behind, and the script that makes a table of it."""
 
 import json
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
+from mmrl.cli.evaluation import eval_episodes
 from scripts.bench import evaluations
-from tests.evaluation.test_evaluation import PPO, job
+from tests.evaluation.test_evaluation import PPO, job, sample
 from tests.helpers.command_line import mmrl
 from tests.whole_runs.parts import ROBOTS
 
@@ -34,6 +37,25 @@ def test_the_command_writes_a_line_that_can_be_run_again(tmp_path, capsys, monke
         assert ended.value.code == code
     table = capsys.readouterr().out
     assert f"| go | 4 | 0 to 3 | 4 | greedy | {shown['success']:.3f} (" in table and "OTHER" in table
+
+
+def test_the_rates_are_those_of_the_episodes_of_all_ranks(tmp_path):
+    """Of this rank's two episodes one is a success, of the other rank's three all."""
+    config, task, policy = job("evaluation.decoding=greedy")
+    own, others = [sample("go"), sample("go", False)], [sample("go")] * 3
+    measured = SimpleNamespace(
+        config=config,
+        task=task,
+        policy=policy,
+        ranks=SimpleNamespace(rank=0, gather=lambda samples: [samples, others]),
+        measure=lambda count, journal: ({}, own, None),
+    )
+    journal = tmp_path / "evaluation.greedy-0.jsonl"
+    journal.write_text("")
+    eval_episodes(Namespace(model=str(tmp_path), overrides=[]), measured)
+    (line,) = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    found = json.loads(line)["found"]["greedy"]["go"]
+    assert (found["success"], found["episodes"]) == (4 / 5, 5) and not journal.exists()
 
 
 FLOW = "action.head={type: flow, width: 32, depth: 1, steps: 4, evaluation_steps: 4}"

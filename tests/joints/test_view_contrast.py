@@ -31,6 +31,11 @@ def test_right_answers_earn_more_where_the_view_takes_something_away(given):
     assert len(asked) == 2 and asked[0].seeds == asked[1].seeds
 
 
+def test_answers_under_the_view_count_for_their_own_prompt(given):
+    # Under the view all answers to the first prompt are right, and none to the second: 0.5 < 0.8 x 1, 0.5 >= 0.8 x 0.
+    close(advantages(given, [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0])[1], [1, 3, 2.3, 5])
+
+
 def test_margin_and_bonus(given):
     accuracy = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
     close(advantages(given, accuracy, ", margin: 0.5, bonus: 2")[1], [3, 3, 4, 5])

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mmrl.errors import UserError
-from mmrl.report import lock
+from mmrl.report import conversations, lock
 from mmrl.report.changes import cut_positions, find_change
 from mmrl.report.health import examine
 from mmrl.report.html.cards import cards
@@ -534,6 +534,10 @@ def test_a_group_shares_its_prompt_and_a_conversation_shows_its_crops(tmp_path):
     table = galleries(read_run(folder))[0].moments[0].table
     assert table.count('rowspan="3"') == table.count("rowspan") == 2 and table.count("question 1") == 1
     assert table.count("<img") == 2 and "what is it?" in table and "a cat" in table and "tool zoom" in table
+    # The box is drawn into the first image that the policy saw, and the crop stays as it is.
+    shown = re.findall(r'<img src="(data:image/png;base64,[^"]+)"', table)
+    seen = [conversations.with_boxes(image, [[0, 0, 0.25, 0.25]]), crop.images[0]]
+    assert shown == [conversations.data_url(one) for one in seen]
     assert re.findall(r'<td data-name="reward">(\d)</td>', table) == ["1", "2", "3", "4"]
 
 

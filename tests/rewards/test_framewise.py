@@ -19,7 +19,14 @@ def of(clip):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, 0.6), ({"pool": "least"}, 0.2), ({"pool": "last"}, 1.0), ({"every": 2}, 0.6), ({"every": 3}, 0.2)],
+    [
+        ({}, 0.6),
+        ({"pool": "least"}, 0.2),
+        ({"pool": "last"}, 1.0),
+        ({"every": 2}, 0.6),
+        ({"every": 3}, 0.2),
+        ({"pool": "last", "every": 3}, 1.0),
+    ],
 )
 def test_pooling(options, expected):
     (value,) = Framewise(**BRIGHTNESS, **options).score([of(CLIP)])

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -76,7 +77,22 @@ def judge(server, name="vlm_judge", **options):
     return RewardSet([RewardSpec(name=name, options=options, label="judge")])
 
 
+def is_lighter(handler, body):
+    """Yes with 0.9 where the first image is the lighter one, else with 0.2."""
+    first, second = levels(body)
+    p = 0.9 if first > second else 0.2
+    return 200, json.dumps(completion(yes=p, no=1 - p)).encode()
+
+
 # --- pointwise ---
+
+
+def test_the_generated_image_stands_before_its_reference():
+    reference = Image.new("RGB", (16, 16), (128, 128, 128))
+    samples = [replace(one, prompt=Prompt("p", "a cat", images=(reference,))) for one in (sample(1.0), sample(0.2))]
+    with scripted(is_lighter) as server:
+        scores = judge(server, "vlm_reference").score(samples).flatten()
+    torch.testing.assert_close(scores, torch.tensor([0.9, 0.2]), atol=1e-5, rtol=0)
 
 
 def test_yes_probability(monkeypatch):

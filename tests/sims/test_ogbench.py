@@ -44,6 +44,13 @@ def test_experts_solve_every_task_and_a_seed_is_an_episode():
         assert not np.array_equal(other.state[:, :19], first.state[:, :19])
 
 
+def test_training_begins_in_other_worlds_than_evaluation():
+    """Seeds of training episodes begin at 2^32; OGBench reads 32 bits of a seed."""
+    with build("ogbench", 2, {}) as sim:
+        start = sim.reset([7, (1 << 32) + 7], ["cube"] * 2)
+    assert not np.array_equal(start.state[0], start.state[1])
+
+
 def test_what_is_asked_for_is_what_the_world_wants(row):
     """A button that is pressed changes its state; a drawer of -0.16 m and a window of 0.2 m are open."""
     said = set()

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mmrl.tasks.visual_qa.data.digits import CELL, KINDS, POSITIONS, DigitsSource, split_indices
+from mmrl.tasks.visual_qa.data.digits import CELL, KINDS, POSITIONS, DigitsSource, digit_images, split_indices
 from tests.tasks.choosing import build
 
 
@@ -35,6 +35,8 @@ def test_splits_share_no_image_and_hold_every_digit():
     assert not set(train) & set(heldout)
     assert len(train) + len(heldout) == 1797
     assert 0.24 < len(heldout) / 1797 < 0.26
+    labels = digit_images()[1].tolist()
+    assert heldout.tolist() == [i for i, label in enumerate(labels) if labels[:i].count(label) % 4 == 3]
     shown = {
         split: {image for p in DigitsSource(split, size=2000, seed=0) for image in p.metadata["images"]}
         for split in ("train", "heldout")

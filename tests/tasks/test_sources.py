@@ -77,6 +77,7 @@ def test_jsonl_by_path(images):
         [
             question(0),
             "",
+            "   ",
             question(1, images=["1.png", {"path": "2.png", "bytes": None}], problem="<image> é <image>?"),
             question(3, images=[], problem="No image?", source="book"),
             question(3, images="3.png", problem="One image and no marker?", answer=3),
@@ -86,7 +87,7 @@ def test_jsonl_by_path(images):
     assert len(source) == 4 and source.bad == []
     assert [red(source[i]) for i in (3, 2, 1, 0)] == [[3], [], [1, 2], [0]]
     assert source[1].text == "<image> é <image>?"
-    assert (source[2].metadata, source[2].id) == ({"source": "book"}, "questions:4")  # the blank line counts as a line
+    assert (source[2].metadata, source[2].id) == ({"source": "book"}, "questions:5")  # blank lines count as lines
     assert source[3].answer == 3
     assert source[0].images[0].mode == "RGB"
 

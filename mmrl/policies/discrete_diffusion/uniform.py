@@ -20,7 +20,7 @@ from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.rollouts import Rollouts
 from mmrl.samplers.chain import derive_seed
 
-REPLAY_SEED_OFFSET = 1 << 40  # added to the seed of a rollout, so that its replay gets other noise than its sampling
+REPLAY = 9101  # mixed into the seed of a rollout, so that its replay gets other noise than its sampling
 
 
 class UniformPolicy(DiscreteDiffusionPolicy):
@@ -104,7 +104,8 @@ def noised(seed: int, length: int, num_states: int, levels: tuple[float, float])
 
     All positions are scored in every state, also those that are not replaced: the model is not told which are.
     """
-    generator, (low, high) = torch.Generator().manual_seed(seed + REPLAY_SEED_OFFSET), levels
+    # not an offset of 32 bits or more: torch's generator of the CPU reads the lower 32 bits of a seed
+    generator, (low, high) = torch.Generator().manual_seed(derive_seed(seed, REPLAY)), levels
     part = torch.arange(num_states) + torch.rand(num_states, generator=generator)
     level = low + (high - low) * part / num_states
     masked = torch.rand(num_states, length, generator=generator) < level[:, None]

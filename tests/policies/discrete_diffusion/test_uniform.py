@@ -63,6 +63,9 @@ def test_levels_are_met_and_stratified():
     assert torch.equal(noised(3, 5, 2, (0, 1)).weight, torch.full((2, 5), 0.5))
     one, again, other = noised(3, 50, 1, (0, 1)), noised(3, 50, 1, (0, 1)), noised(4, 50, 1, (0, 1))
     assert torch.equal(one.noise, again.noise) and not torch.equal(one.noise, other.noise)
+    drawn = torch.Generator().manual_seed(3)  # as the response was: it begins with the numbers of its first tokens
+    first, places, noise = (torch.rand(shape, generator=drawn) for shape in ((1,), (1, 50), (1, 50)))
+    assert not torch.equal(one.masked, places < first) and not torch.equal(one.noise, noise)
 
 
 def test_noise_is_made_of_all_tokens_that_may_be_drawn_and_of_no_others(made):

@@ -112,6 +112,19 @@ def test_likelihoods_are_those_of_the_two_policies(folders):
     torch.testing.assert_close(policy.replay(part, policy.module).logp, replay.logp[[5, 2]], rtol=0, atol=2e-5)
 
 
+def test_weights_of_denoising_steps_leave_those_of_words_at_1(folders):
+    weighted = {"likelihood": {"transition": {"type": "flow_sde", "noise": 0.7}, "step_weight": "std"}}
+    policy, task = made(folders, denoising=weighted)
+    batch = rolled(policy, task)
+    with torch.no_grad():
+        weight = policy.replay(batch, policy.module).weight
+        steps = Rollouts(batch.samples, [r.image for r in batch.inputs], batch.group, batch.mask[:, WORDS:])
+        expected = policy.generator.replay(steps, policy.generator.module).weight
+    assert (
+        torch.equal(weight, torch.cat([torch.ones(len(batch), WORDS), expected], 1)) and expected.unique().numel() > 1
+    )
+
+
 def test_ratios_of_steps_are_in_their_exact_form(folders):
     """After an update of 1e-6 the difference of two log-probabilities is rounding; those of the generator alone are
     exact, and the ratios of words are differences as ever."""

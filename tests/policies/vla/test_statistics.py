@@ -90,6 +90,8 @@ def test_states_of_each_library(tmp_path):
     for name, tree in (("dataset_statistics.json", OPENVLA), ("norm_stats.json", OPENPI)):
         path = str(write(tmp_path, name, tree))
         np.testing.assert_allclose(load_state_quantiles(path, None, 2).normalize(state), [0.5, 0.0], atol=1e-6)
+    masked = str(write(tmp_path, "masked.json", {"arm": {"proprio": entry(0.0, 4.0, mask=[False, True])}}))
+    np.testing.assert_allclose(load_state_quantiles(masked, None, 2).normalize(state), [1.0, 0.0], atol=1e-6)
     path = str(write(tmp_path, "stats.json", LEROBOT))
     np.testing.assert_allclose(load_state_quantiles(path, None, 2).normalize(state), [1.0, -0.75], atol=1e-6)
     found = load_state_quantiles(path, None, 2, "mean_std").normalize(state)
