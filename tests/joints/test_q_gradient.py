@@ -100,6 +100,8 @@ def test_fixed_networks_pass_a_gradient_to_actions_alone():
         ("{temperature: 0.2, target: null}", 4.0, 0.2),
         ("{temperature: 0.2, target: -1.5, lr: 0.1}", 4.0, 0.2 * math.exp(0.1)),  # entropy -4, 2 numbers: below -3
         ("{temperature: 0.2, target: -1.5, lr: 0.1}", 2.0, 0.2 * math.exp(-0.1)),  # entropy -2: above -3
+        # Entropy -3.01: below -3, but not with the 0 of steps that end an episode and have no next action.
+        ("{temperature: 0.2, target: -1.5, lr: 0.1}", 3.01, 0.2 * math.exp(0.1)),
     ],
 )
 def test_the_target_of_a_stored_step_by_hand(tmp_path, monkeypatch, entropy, logp, weight):
