@@ -83,6 +83,10 @@ REPOSITORIES = {
         "205b2bf4",
         equal={"surrogate": "geometric"},
     ),
+    "CJReinforce/PURE": Repository(
+        "41f9363b",
+        equal={"advantage shaper": "span_minimum"},
+    ),
     "CodeGoat24/Pref-GRPO": Repository(
         "3e787f6d",
         equal={"transition": "dance_sde flow_sde"},
@@ -100,6 +104,10 @@ REPOSITORIES = {
     "Fredreic1849/BranchGRPO": Repository(
         "19fbb9fc",
         equal={"transition": "dance_sde"},
+    ),
+    "Gen-Verse/dLLM-RL": Repository(
+        "10b4fd1c",
+        equal={"likelihood of a masked response": "trace"},
     ),
     "hiyouga/EasyR1": Repository(
         "b44b311b",
@@ -126,9 +134,17 @@ REPOSITORIES = {
         "4aef98d8",
         equal={"algorithm": "grpo", "surrogate": "clip dual_clip soft"},
     ),
+    "JianxXiong/AAPO": Repository(
+        "b8aac37c",
+        equal={"advantage shaper": "advantage_momentum"},
+    ),
     "kvablack/ddpo-pytorch": Repository(
         "1958463f",
         equal={"transition": "ddim"},
+    ),
+    "longmalongma/TW-GRPO": Repository(
+        "aa529ffc",
+        equal={"advantage shaper": "divergence_weight"},
     ),
     "MikeWangWZHL/PAPO": Repository(
         "fb63bf45",
@@ -235,6 +251,10 @@ REPOSITORIES = {
         "dfca49dd",
         equal={"algorithm": "grpo", "baseline": "mean", "scale of advantages": "group_std none"},
     ),
+    "SalesforceAIResearch/DiffusionDPO": Repository(
+        "5233e759",
+        equal={"algorithm": "stepwise_preference"},
+    ),
     "scxue/advantage_weighted_matching": Repository(
         "be513723",
         equal={"likelihood": "matching"},
@@ -280,7 +300,7 @@ REPOSITORIES = {
     ),
     "yk7333/d3po": Repository(
         "40d31758",
-        equal={"transition": "ddim"},
+        equal={"algorithm": "stepwise_preference", "transition": "ddim"},
     ),
 }
 

@@ -75,6 +75,14 @@ CONFIGURATIONS = {
     "gdpo": (grpo("components: normalise_each"), {("components", "normalise_each")}),
     "dft": ("algorithm={type: reweighted_supervised}", {("algorithm", "reweighted_supervised")}),
     "preference": ("algorithm={type: preference, beta: 0.3}", {("algorithm", "preference")}),
+    "stepwise": (
+        "algorithm={type: stepwise_preference, beta: 2.0}",
+        {("algorithm", "stepwise_preference")},
+    ),
+    "stepwise clamped": (
+        "algorithm={type: stepwise_preference, beta: 0.7, clip: 0.1}",
+        {("algorithm", "stepwise_preference")},
+    ),
     "gspo of tokens": (
         plain("level: sequence, surrogate: {type: clip, low: 0.03, high: 0.04}", "reduce: token_mean"),
         {("algorithm", "grpo")},
@@ -328,6 +336,8 @@ EQUAL |= {
         "compute_monte_carlo_advantages critic_type=drgrpo": "dr_grpo",
         "compute_monte_carlo_advantages critic_type=grpo": "grpo",
     },
+    "SalesforceAIResearch/DiffusionDPO": {"loss of train_method=dpo beta_dpo=4": "stepwise"},
+    "yk7333/d3po": {"loss of train eps=0.1 beta=0.7": "stepwise clamped"},
     "callsys/GMPO": {"critic_type_modify=gmpo cliprange=0.4": "gmpo"},
 }
 # Losses whose value is of another form with the same gradient: minus A sg(r) logp there, minus A sg(r) r / sg(r) here.
@@ -375,4 +385,10 @@ STEPS = {
 # By repository and function: the step with the same gradient, whose log-probability has constants that are not there.
 STEPS_UP_TO_CONSTANTS = {"Tencent-Hunyuan/MixGRPO": {"dance_grpo_step eta=0.3": "{type: dance_sde, noise: 0.3}"}}
 # By title and name of a method, the repositories whose numbers tests of their own show it with.
-SHOWN_OTHERWISE = {("likelihood", "matching"): {"scxue/advantage_weighted_matching"}}
+SHOWN_OTHERWISE = {
+    ("likelihood", "matching"): {"scxue/advantage_weighted_matching"},
+    ("advantage shaper", "divergence_weight"): {"longmalongma/TW-GRPO"},
+    ("advantage shaper", "span_minimum"): {"CJReinforce/PURE"},
+    ("advantage shaper", "advantage_momentum"): {"JianxXiong/AAPO"},
+    ("likelihood of a masked response", "trace"): {"Gen-Verse/dLLM-RL"},
+}

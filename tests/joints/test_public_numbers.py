@@ -9,13 +9,16 @@ import yaml
 
 from mmrl.cli.methods import methods
 from mmrl.cli.public_code import REPOSITORIES
+from mmrl.core.credit import divergence_in_group, scale_within_group
+from mmrl.core.turns import softmin_weighted
+from mmrl.policies.discrete_diffusion.likelihoods import trace
 from mmrl.rollouts import DEMONSTRATION
 from mmrl.samplers.score import chain_likelihood, matching_likelihood
 from mmrl.samplers.settings import DenoisingTransition, Window
 from mmrl.samplers.transitions import Coefficients
 from mmrl.settings import choose
 from tests.joints import test_robot_numbers as robots
-from tests.joints.parts import Table, steps
+from tests.joints.parts import Table, close, steps
 from tests.joints.public_cases import (
     CONFIGURATIONS,
     DIFFERENT,
@@ -37,40 +40,39 @@ CASES = [
 MARKS = [f"{repository} {function}".replace("/", ":") for repository, function, _ in CASES]
 
 
-def padded(rows):
-    width = max(map(len, INPUTS["old_logp"]))
-    return [[*row, *[0.0] * (width - len(row))] for row in rows]
-
-
 def agree(found, rows, mask):
-    found, expected = found.where(mask, 0.0).double(), torch.tensor(padded(rows)).double()
+    padded = [[*row, *[0.0] * (mask.shape[1] - len(row))] for row in rows]
+    found, expected = found.where(mask, 0.0).double(), torch.tensor(padded).double()
     return torch.allclose(found, expected, atol=2e-5, rtol=0)
 
 
-def rollout_of(ours):
-    """The options of the rollouts that a configuration of ours needs."""
+def rollout_of(ours, group):
+    """The options of the rollouts that a configuration of ours needs; group [rollout]."""
     if ours == "dft":  # demonstrations
         return "rollout={prompts: 6}"
-    return f"rollout={{prompts: {6 if ours == 'ppo' else 2}, group_size: {1 if ours == 'ppo' else 3}}}"
+    groups = len(group) if ours == "ppo" else len(set(group))
+    return f"rollout={{prompts: {groups}, group_size: {len(group) // groups}}}"
 
 
 def prepared(given, ours, numbers):
     """The job of a configuration of ours before its first update, and its rollouts. numbers: the shared inputs, with
     rewards [rollout] or [rollout][reward], rows that are demonstrations, and entropies of some functions alone."""
     option, _ = CONFIGURATIONS[ours]
-    columns = {"value": INPUTS["values"], "view": INPUTS["old_logp"]}
+    logp = numbers["old_logp"]
+    columns = {"view": logp} | ({"value": INPUTS["values"]} if logp is INPUTS["old_logp"] else {})
     columns |= {"entropy": numbers["entropy"]} if "entropy" in numbers else {}
-    columns |= {"prediction": INPUTS["old_logp"]} if "nft" in ours else {}
-    table = Table(INPUTS["old_logp"], group=INPUTS["group"], rewards=numbers["rewards"], **columns)
+    columns |= {"prediction": logp} if "nft" in ours else {}
+    table = Table(logp, group=numbers["group"], rewards=numbers["rewards"], **columns)
     two = ["task.names=[mark, form]", "task.weights=[1.0, 0.5]"] if table.rewards.shape[1] == 2 else []
-    made = given(table, rollout_of(ours), option, "algorithm.epochs=2", *two)
+    made = given(table, rollout_of(ours, numbers["group"]), option, "algorithm.epochs=2", *two)
     rollouts = table.rollouts()
-    last = [[float(t == len(row) - 1) for t in range(len(row))] for row in INPUTS["old_logp"]]
-    rollouts.extras["steps"] = steps(table, values=INPUTS["values"], terminated=last)
+    if ours == "ppo":
+        last = [[float(t == len(row) - 1) for t in range(len(row))] for row in logp]
+        rollouts.extras["steps"] = steps(table, values=INPUTS["values"], terminated=last)
     demonstrated = numbers.get("demonstrated", ())
     rollouts.origin = torch.tensor([DEMONSTRATION * (row in demonstrated) for row in range(len(rollouts))])
-    if ours.startswith("kl ") or ours == "preference":  # of the reference, the policy that the run begins with
-        made.move(logp=INPUTS["moved"])
+    if ours.startswith(("kl ", "preference", "stepwise")):  # of the reference, the policy that the run begins with
+        made.move(logp=numbers["moved"])
     made.prepare(rollouts)
     return made, rollouts
 
@@ -151,6 +153,44 @@ def test_sliding_windows():
     assert ours[:21] == theirs[:21] and ours[21] != theirs[21]
 
 
+def numbers_of(repository):
+    return PUBLIC[repository]["numbers"].values()
+
+
+def test_weights_by_the_divergence_of_a_group():
+    for expected in numbers_of("longmalongma/TW-GRPO"):
+        logp, mask = torch.tensor(expected["probabilities"]).log(), torch.tensor(expected["mask"]) == 1
+        scaled = scale_within_group(divergence_in_group(logp, mask, torch.zeros(2), 3), mask, torch.zeros(2))
+        close((1 + 0.4 * scaled).where(mask, 0.0), expected["weights"])
+
+
+def test_process_rewards_weighted_by_a_soft_minimum():
+    for expected in numbers_of("CJReinforce/PURE"):
+        weighted = softmin_weighted(torch.tensor(expected["values"]), expected["temperature"])
+        close(weighted, expected["weighted"])
+
+
+def test_merged_steps_of_filling_in_tokens():
+    """Tokens are scored in one state if and only if the public code gives their steps one number."""
+    for function, expected in PUBLIC["Gen-Verse/dLLM-RL"]["numbers"].items():
+        steps_of_tokens = torch.tensor(expected["steps"])
+        states = trace(steps_of_tokens, 13, int(function.rpartition("=")[2]))
+        ours = states.weight.argmax(0)
+        merged = torch.tensor(expected["merged"])
+        assert ((ours[:, None] == ours) == (merged[:, None] == merged)).all()
+
+
+def test_gains_over_the_reference_policy(given):
+    """The table's last rows are the reference policy's responses to the two prompts."""
+    for expected in numbers_of("JianxXiong/AAPO"):
+        rewards = [*expected["rewards"], *expected["of_reference"]]
+        table = Table([[-1.0]] * 6, group=[0, 0, 1, 1, 2, 3], rewards=rewards)
+        made = given(table, "algorithm={type: grpo, scale: none, surrogate: reinforce, shaping: [advantage_momentum]}")
+        made.prepare(made.next())
+        made.learn()
+        close(made.gradient()[:4, 0], expected["gradient"])
+
+
 def shown(table, steps):
     """By title and name of a method, the repositories whose numbers the cases of these tables show it with."""
     found = {}
@@ -186,8 +226,6 @@ def test_every_number_is_compared():
     compared = {case[:2] for case in (*CASES, *CHAINS)}
     numbers = {(repository, function) for repository, public in PUBLIC.items() for function in public["numbers"]}
     assert compared <= numbers
-    assert {repository for repository, _ in numbers - compared} == {
-        "scxue/advantage_weighted_matching",
-        "Tencent-Hunyuan/MixGRPO",
-    }
-    assert len(numbers - compared) == 4
+    elsewhere = set().union(*SHOWN_OTHERWISE.values(), {"Tencent-Hunyuan/MixGRPO"})
+    assert {repository for repository, _ in numbers - compared} == elsewhere
+    assert len(numbers - compared) == 10
