@@ -190,7 +190,7 @@ class Trainer:
         stats |= loss_stats
         for i, term in enumerate(self.algorithm.terms):
             key = f"algorithm.terms.{i} ({term.type})"
-            with noting_columns(key, micro, replay):
+            with noting_columns(key, micro=micro, replay=replay):
                 values, term_stats = term.values(micro, replay)
             check_values(key, values, micro.mask.shape)
             parts[key] = reduce(values)

@@ -207,8 +207,11 @@ class Algorithm(Choice):
     def prepare(self, batch: Batch) -> None:
         """Prepares the parts for a step once advantages and masks are set. They may store columns in
         `batch.rollouts.extras`."""
-        for term in self.terms:
-            term.prepare(batch)
+        from mmrl.protocols.checks import noting_columns
+
+        for i, term in enumerate(self.terms):
+            with noting_columns(f"algorithm.terms.{i} ({term.type})", rollouts=batch.rollouts):
+                term.prepare(batch)
 
     def prepare_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
         """Prepares the micro-batches of an optimizer step before the first update, and may change their advantages.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 from mmrl.algorithms.algorithm import ONE_UPDATE, REMEDY, ReduceMode, Reduction, RewardedAlgorithm, has_ratios_of_one
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.job import JobConfig
-    from mmrl.rollouts import Replay, Rollouts
+    from mmrl.rollouts import Record, Replay, Rollouts
 
 
 class RatioAlgorithm(RewardedAlgorithm):
@@ -80,18 +81,28 @@ class RatioAlgorithm(RewardedAlgorithm):
 
     def prepare(self, batch: Batch) -> None:
         super().prepare(batch)
-        self.surrogate.prepare(batch)
+        with self._noting_columns(rollouts=batch.rollouts):
+            self.surrogate.prepare(batch)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio, stats = self._log_ratio(micro, replay)
-        values, surrogate_stats = self.surrogate.values(log_ratio, self._advantages(micro, log_ratio), micro, replay)
+        advantages = self._advantages(micro, log_ratio)
+        with self._noting_columns(micro=micro, replay=replay):
+            values, surrogate_stats = self.surrogate.values(log_ratio, advantages, micro, replay)
         return values, stats | _add_prefix(surrogate_stats)
 
     def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio, stats = self._log_ratio(micro, replay)
         advantages = self._advantages(micro, log_ratio)
-        loss, surrogate_stats = self.surrogate.objective(log_ratio, advantages, micro, replay, reduction)
+        with self._noting_columns(micro=micro, replay=replay):
+            loss, surrogate_stats = self.surrogate.objective(log_ratio, advantages, micro, replay, reduction)
         return loss, stats | _add_prefix(surrogate_stats)
+
+    def _noting_columns(self, **records: Record) -> AbstractContextManager[None]:
+        """Returns a context that notes the surrogate's key and the columns of `records` in its errors."""
+        from mmrl.protocols.checks import noting_columns
+
+        return noting_columns(f"algorithm.surrogate={self.surrogate.type}", **records)
 
     def _advantages(self, micro: Rollouts, like: Tensor) -> Tensor:
         """Returns the micro-batch's advantages on the device of `like`."""

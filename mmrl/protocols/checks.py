@@ -9,25 +9,26 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.rollouts import Record, Replay
+from mmrl.rollouts import Record
 
 AXES = {0: "a single number", 1: "by rollout", 2: "by decision"}
 
 
 @contextmanager
-def noting_columns(key: str, micro: Record, replay: Replay) -> Iterator[None]:
+def noting_columns(key: str, **records: Record) -> Iterator[None]:
     """Returns a context that adds a note to an exception of a part that read a column which does not exist: the part's
-    configuration key, and the columns that `micro` and `replay` have."""
+    configuration key, and the columns of the records that it reads, by their names in the part: micro and replay, or
+    rollouts."""
     try:
         yield
-    except (AttributeError, TypeError, KeyError) as error:
+    except (AttributeError, TypeError, KeyError, ValueError, AssertionError) as error:
         there = [
-            f"{kind} has {', '.join(name for name, value in vars(columns).items() if value is not None)}"
-            for kind, columns in (("micro", micro), ("replay", replay))
+            f"{name} has {', '.join(column for column, value in vars(columns).items() if value is not None)}"
+            for name, columns in records.items()
         ]
         error.add_note(
             f"raised in {key}. {'; '.join(there)}. Other columns are None unless the part's needs ask for them: "
-            "Needs(reference=Reference()) gives micro.ref_logp"
+            'Needs(reference=Reference()) gives ref_logp, Needs(statistics=frozenset({"entropy"})) gives old_entropy'
         )
         raise
 

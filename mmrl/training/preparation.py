@@ -20,7 +20,7 @@ from mmrl.engine.snapshot import AdaptersOff, Snapshot
 from mmrl.protocols.abilities import Recording, ResamplingStates, Stepwise, UnevenCost, require_ability
 from mmrl.protocols.auxiliary import AuxiliaryModules
 from mmrl.protocols.batch import Batch
-from mmrl.protocols.checks import check_mask, check_values
+from mmrl.protocols.checks import check_mask, check_values, noting_columns
 from mmrl.protocols.job import JobConfig
 from mmrl.protocols.measurement import PreparedContext, Weights
 from mmrl.protocols.parts import Policy, Task
@@ -82,7 +82,8 @@ class Preparation:
             modules=self.modules,
         )
         for key, mask in self._masks("rollouts"):
-            keep = mask.keep(batch)
+            with noting_columns(key, rollouts=rollouts):
+                keep = mask.keep(batch)
             check_mask(key, keep, batch.rollout_mask.shape)
             batch.rollout_mask &= keep
         rollouts.mask = rollouts.mask & batch.rollout_mask[:, None]
@@ -298,8 +299,10 @@ class Preparation:
         if algorithm.shapers:
             shapeable = batch.scored()[:, None]
             for i, shaper in enumerate(algorithm.shapers):
-                shaped = shaper.shape(advantages, batch)
-                check_values(f"algorithm.shaping.{i} ({shaper.type})", shaped, shape, finite=True)
+                key = f"algorithm.shaping.{i} ({shaper.type})"
+                with noting_columns(key, rollouts=rollouts):
+                    shaped = shaper.shape(advantages, batch)
+                check_values(key, shaped, shape, finite=True)
                 advantages = shaped.where(shapeable, advantages)
         rollouts.advantages = advantages
         self._mask_decisions(batch)
@@ -310,7 +313,8 @@ class Preparation:
         rollouts = batch.rollouts
         objective = torch.ones_like(rollouts.mask)
         for key, mask in self._masks("decisions", "objective"):
-            keep = mask.keep(batch)
+            with noting_columns(key, rollouts=rollouts):
+                keep = mask.keep(batch)
             check_mask(key, keep, rollouts.mask.shape)
             keep = keep.to(rollouts.mask.device)
             if mask.of == "objective" and self.algorithm.weighs_decisions:

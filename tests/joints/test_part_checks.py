@@ -1,6 +1,7 @@
 """What a part of one's own gives back is checked, and blamed in one line on its own key."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -124,6 +125,76 @@ def test_a_part_that_gives_something_else_is_named(given, part, message):
         made.prepare()
         made.learn()
     assert "\n" not in str(error.value)
+
+
+# --- columns that a part reads without asking for them ---
+
+
+class Doubting(Surrogate):
+    def values(self, log_ratio, advantages, micro, replay):
+        return -log_ratio * advantages * replay.divergence, {}
+
+
+class DoubtingBefore(Surrogate):
+    def prepare(self, batch):
+        batch.rollouts.old_entropy.mean()
+
+    def values(self, log_ratio, advantages, micro, replay):
+        return log_ratio, {}
+
+
+class Entropic(Shaper):
+    def shape(self, advantages, batch):
+        return advantages * batch.rollouts.old_entropy
+
+
+class Sharp(Mask):
+    of = "rollouts"
+
+    def keep(self, batch):
+        return batch.column("entropy") < 1
+
+
+class Sure(Mask):
+    def keep(self, batch):
+        return batch.rollouts.old_entropy < 1
+
+
+class Near(Term):
+    def values(self, micro, replay):
+        return replay.logp - micro.ref_logp, {}
+
+
+class NearBefore(Term):
+    def prepare(self, batch):
+        batch.rollouts.ref_logp.mean()
+
+    def values(self, micro, replay):
+        return replay.logp, {}
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "reads"),
+    [
+        ("surrogate={}:Doubting", "algorithm.surrogate={}:Doubting", "micro has .*old_logp.*; replay has logp"),
+        ("surrogate={}:DoubtingBefore", "algorithm.surrogate={}:DoubtingBefore", "rollouts has .*advantages"),
+        ("shaping=[whitening, '{}:Entropic']", r"algorithm.shaping.1 \({}:Entropic\)", "rollouts has .*rewards"),
+        ("masks=[truncated, '{}:Sharp']", r"algorithm.masks.1 \({}:Sharp\)", "rollouts has .*mask, .*rewards"),
+        ("masks=['{}:Sure']", r"algorithm.masks.0 \({}:Sure\)", "rollouts has .*advantages"),
+        ("terms=[entropy, '{}:Near']", r"algorithm.terms.1 \({}:Near\)", "micro has .*; replay has logp, .*entropy"),
+        ("terms=['{}:NearBefore']", r"algorithm.terms.0 \({}:NearBefore\)", "rollouts has .*advantages"),
+    ],
+)
+def test_a_part_that_reads_a_column_which_is_not_there_is_named(given, part, key, reads):
+    entropy = {"entropy": [[1.0] * 3] * 4} if "entropy" in part else {}
+    table = Table([[-1.0, -2.0, -0.5]] * 4, group=[0, 0, 1, 1], rewards=[1.0, 0.0, 1.0, 0.0], **entropy)
+    made = given(table, f"algorithm={{type: grpo, epochs: 2, {part.format(HERE).replace('=', ': ', 1)}}}")
+    with pytest.raises((TypeError, AttributeError, AssertionError)) as raised:
+        made.prepare()
+        made.learn()
+    (note,) = raised.value.__notes__
+    assert re.match(f"raised in {key.format(HERE)}. {reads}.*Other columns are None unless", note), note
+    assert "None" in str(raised.value) or "no part requested" in str(raised.value)
 
 
 class Short(FlowSDE):

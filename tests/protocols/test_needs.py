@@ -30,12 +30,13 @@ def test_a_reference_is_needed_by_its_class():
 def test_an_error_of_a_part_names_the_part_and_the_columns_that_there_are():
     micro = Rollouts([Sample(Prompt("id", "?"))], [None], torch.zeros(1, dtype=torch.long), torch.ones(1, 2).bool())
     replay = Replay(logp=torch.zeros(1, 2))
-    with pytest.raises(TypeError) as raised, noting_columns("algorithm.terms.0 (a:B)", micro, replay):
+    with pytest.raises(TypeError) as raised, noting_columns("algorithm.terms.0 (a:B)", micro=micro, replay=replay):
         replay.logp - micro.ref_logp
     (note,) = raised.value.__notes__
     assert note == (
         "raised in algorithm.terms.0 (a:B). micro has samples, inputs, group, mask, extras; replay has logp, extras. "
-        "Other columns are None unless the part's needs ask for them: Needs(reference=Reference()) gives micro.ref_logp"
+        "Other columns are None unless the part's needs ask for them: Needs(reference=Reference()) gives ref_logp, "
+        'Needs(statistics=frozenset({"entropy"})) gives old_entropy'
     )
 
 
