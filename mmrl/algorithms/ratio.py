@@ -98,7 +98,7 @@ class RatioAlgorithm(RewardedAlgorithm):
             loss, surrogate_stats = self.surrogate.objective(log_ratio, advantages, micro, replay, reduction)
         return loss, stats | _add_prefix(surrogate_stats)
 
-    def _noting_columns(self, **records: Record) -> AbstractContextManager[None]:
+    def _noting_columns(self, **records: Record | Replay) -> AbstractContextManager[None]:
         """Returns a context that notes the surrogate's key and the columns of `records` in its errors."""
         from mmrl.protocols.checks import noting_columns
 

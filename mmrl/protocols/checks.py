@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.rollouts import Record
+from mmrl.rollouts import Record, Replay
 
 AXES = {0: "a single number", 1: "by rollout", 2: "by decision"}
 
 
 @contextmanager
-def noting_columns(key: str, **records: Record) -> Iterator[None]:
+def noting_columns(key: str, **records: Record | Replay) -> Iterator[None]:
     """Returns a context that adds a note to an exception of a part that read a column which does not exist: the part's
     configuration key, and the columns of the records that it reads, by their names in the part: micro and replay, or
     rollouts."""

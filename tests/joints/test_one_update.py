@@ -5,8 +5,8 @@ import pytest
 
 from mmrl.algorithms.surrogates.surrogate import Surrogate
 from mmrl.cli.methods import describe_methods
-from mmrl.config import configure
-from mmrl.preflight.quick import probe_decay, probe_quickly
+from mmrl.config import configure, load
+from mmrl.preflight.quick import probe_decay, probe_quickly, probe_set_distances, probe_unscaled_steps
 from mmrl.settings import choose, kind_of
 from mmrl.terms.losses.kl import OtherPolicy
 from mmrl.terms.term import Term
@@ -159,3 +159,48 @@ def test_another_lambda_is_not_told():
     for algorithm in ("{type: ppo, lam: 0}", "grpo"):
         options = ["rollout.max_response_length=8", f"algorithm={algorithm}"]
         assert list(probe_decay(configure({"run_dir": "unset"}, options))) == []
+
+
+# --- bounds that stop nothing although a step has several updates, and rewards of too few images ---
+
+CPS = ["run_dir=unset", "algorithm.epochs=2", "denoising.likelihood.transition.logp=squared_error"]
+ACTIONS = ["run_dir=unset", "algorithm.epochs=2", "algorithm.surrogate={low: 1e-5, high: 0.2}"]
+FLOW = "action.head={type: flow, likelihood: {type: chain, transition: {type: cps}}}"
+
+
+def test_bounds_that_stop_no_unscaled_step_are_told():
+    (found,) = probe_unscaled_steps(load("image_digits_cps", CPS))
+    assert found.severity == "warned"
+    assert found.text == (
+        "denoising.likelihood.transition.logp=squared_error gives log-ratios that are 2 std^2 times those of a "
+        "density, so that algorithm.surrogate's bounds low=0.001 and high=0.001 stop hardly any step; set both to "
+        "1e-5 as flow_grpo does, or denoising.likelihood.transition.logp=density"
+    )
+    (found,) = probe_unscaled_steps(load("manipulation_tabletop_flow", [*ACTIONS, FLOW]))
+    assert found.text.startswith("action.head.likelihood.transition.logp=squared_error gives log-ratios")
+    assert "bounds low=1e-05 and high=0.2 stop" in found.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "algorithm.minibatches=1",  # with one epoch: told as one update a step
+        "algorithm.surrogate={low: 1e-5, high: 1e-5}",
+        "algorithm.surrogate=reinforce",
+        "denoising.likelihood.transition.logp=density",
+        "denoising.likelihood.transition=flow_sde",
+        "algorithm={type: contrast, epochs: 2}",
+    ],
+)
+def test_other_bounds_are_not_told(change):
+    once = ["algorithm.epochs=1"] if "minibatches" in change else []
+    likelihood = ["denoising.likelihood={type: contrast}"] if "contrast" in change else []
+    assert list(probe_unscaled_steps(load("image_digits_cps", [*CPS, change, *once, *likelihood]))) == []
+
+
+def test_a_set_of_few_images_is_told():
+    reward = "task.rewards=[{name: set_distance, options: {features: 'a:b', reference: 'a:c'}}]"
+    (found,) = probe_set_distances(load("image_digits_perceptron", ["run_dir=unset", reward, "rollout.prompts=3"]))
+    assert "set_distance is computed from the 36 images of a step" in found.text
+    for options in ([reward, "rollout.prompts=84"], []):
+        assert list(probe_set_distances(load("image_digits_perceptron", ["run_dir=unset", *options]))) == []
