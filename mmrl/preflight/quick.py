@@ -76,25 +76,25 @@ def probe_unscaled_steps(config: Config) -> Iterator[Alarm]:
         return
     for key, chain in chains_of(config).items():
         if chain.transition.unscaled:
-            given = " and ".join(f"{name}={bound:g}" for name, bound in bounds.items())
+            limits = " and ".join(f"{name}={bound:g}" for name, bound in bounds.items())
             yield Alarm(
                 "algorithm",
                 "warned",
                 f"{key}.transition.logp=squared_error gives log-ratios that are 2 std^2 times those of a density, so "
-                f"that algorithm.surrogate's bounds {given} stop hardly any step; set both to 1e-5 as flow_grpo does, "
+                f"that algorithm.surrogate's bounds {limits} stop hardly any step; set both to 1e-5 as flow_grpo does, "
                 f"or {key}.transition.logp=density",
             )
 
 
 def chains_of(config: Config) -> dict[str, ChainLikelihood]:
     """Returns the settings of chains of denoising steps whose steps are decisions, by their key."""
-    found: dict[str, object] = {}
+    likelihoods: dict[str, object] = {}
     sections = type(config).model_fields
     if "denoising" in sections and isinstance(denoising := config.section("denoising"), Denoising):
-        found["denoising.likelihood"] = denoising.likelihood
+        likelihoods["denoising.likelihood"] = denoising.likelihood
     if "action" in sections and isinstance(head := config.section("action").head, FlowActions):
-        found["action.head.likelihood"] = head.likelihood
-    return {key: likelihood for key, likelihood in found.items() if isinstance(likelihood, ChainLikelihood)}
+        likelihoods["action.head.likelihood"] = head.likelihood
+    return {key: likelihood for key, likelihood in likelihoods.items() if isinstance(likelihood, ChainLikelihood)}
 
 
 def probe_set_distances(config: Config) -> Iterator[Alarm]:

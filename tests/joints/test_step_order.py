@@ -265,3 +265,17 @@ def test_a_filter_that_drops_nothing_is_refused(given):
         UserError, match=r"dynamic_sampling would drop no groups, since advantage_momentum \(algorithm.shaping\)"
     ):
         given(rounds(), *MOMENTUM, DYNAMIC)
+
+
+def test_sources_observe_a_step_once_after_its_updates(given):
+    """Two epochs of two minibatches are four updates a step."""
+    made, heard = given(rounds(), "steps=2", "algorithm={type: grpo, epochs: 2, minibatches: 2}"), []
+    observe, engine = made.trainer.collector.observe, made.trainer.engine
+
+    def after_updates(batch):
+        heard.append((made.trainer.step, len(engine.losses)))
+        observe(batch)
+
+    made.trainer.collector.__dict__["observe"] = after_updates
+    made.trainer.train()
+    assert heard == [(0, 4), (1, 8)]
