@@ -38,8 +38,10 @@ from mmrl.report.records import RunRecord, read_run
 from mmrl.report.run import Run, writing
 from mmrl.report.trackers import check_trackers
 from mmrl.rollouts import Sample
+from mmrl.runtime.exits import exits_refused
 from mmrl.runtime.logging import quieten_environment
 from mmrl.runtime.progress import weights_read
+from mmrl.runtime.timed_calls import settings_restored
 from mmrl.settings import plain, sections_in
 from mmrl.settings.origins import WeightsOrigin
 from mmrl.workers.local import without_workers
@@ -99,6 +101,8 @@ class Job:
         select_device()
         quieten()
         with ExitStack() as parts, self._explained_failures():
+            if self._trains:
+                parts.enter_context(exits_refused())
             self._build(parts)
             self._parts = parts.pop_all()
         return self
@@ -124,7 +128,8 @@ class Job:
             use_deterministic_kernels()
         torch.manual_seed(config.seed)
         check_model(config.model)
-        self.task = build_task(config)
+        with settings_restored("the task or its rewards"):
+            self.task = build_task(config)
         if self._trains and self.task.train is None:
             raise UserError("the task has no training prompts, only held-out ones; name a training file in task.data")
         first_rank = rank_and_world_size()[0] == 0

@@ -14,7 +14,7 @@ from typing import Any
 from mmrl.children.processes import end_with_starter
 from mmrl.cli.evaluation import config_and_overrides, run_eval, run_sample
 from mmrl.cli.training import run_train
-from mmrl.errors import UserError, printable
+from mmrl.errors import UserError, describe_error, printable
 from mmrl.runtime.lazy_imports import defer_imports
 from mmrl.runtime.logging import quieten_environment
 
@@ -32,7 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command of mmrl and exits with its code.
 
     arguments: those after `mmrl`; None: sys.argv. The code is 2 after a UserError or a full disk, each in one line on
-    stderr, and 130 after Ctrl-C.
+    stderr, and 130 after Ctrl-C. If other code calls sys.exit before the command has ended, it is that code, but 1 in
+    place of 0.
     """
     end_with_starter()
     root = parser()
@@ -54,6 +55,10 @@ def main(arguments: list[str] | None = None) -> None:
         where = "" if error.filename is None else f" ({error.filename})"
         print(f"mmrl: {printable(f'{error.strerror}{where}')}: nothing more is written", file=sys.stderr, flush=True)
         sys.exit(2)
+    except SystemExit as error:
+        reason = f"code outside of mmrl ended the command: {describe_error(error)}"
+        print(f"mmrl: {reason}; raise an exception instead", file=sys.stderr, flush=True)
+        sys.exit((error.code if isinstance(error.code, int) else 1) % 256 or 1)  # 256 would be success, too
     except KeyboardInterrupt:
         print("mmrl: stopped by Ctrl-C; nothing new to save", file=sys.stderr, flush=True)
         sys.exit(130)

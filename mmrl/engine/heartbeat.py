@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from mmrl.runtime.exits import end_at_once
+
 FOLDER = "ranks"  # in the run directory: holds a file for each rank with its `RankState`
 WARNING_SHARE = 0.1  # share of engine.timeout after which a wait is reported
 START_S = 600.0  # seconds in which all ranks must start, where engine.timeout is not shorter
@@ -234,9 +236,6 @@ def process_start() -> float:
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")  # psutil errs by up to a second
     return time.time() - age
-
-
-end_at_once = os._exit  # the original: `Interruption` replaces os._exit during training
 
 
 def say(line: str) -> None:

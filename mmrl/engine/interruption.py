@@ -9,7 +9,9 @@ import signal
 import sys
 from functools import cache
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any
+
+from mmrl.runtime.exits import exits_refused
 
 SCHEDULER = (signal.SIGTERM, signal.SIGUSR1)
 ENDED_IN_C = signal.SIGRTMIN + 11 if sys.platform == "linux" else None  # raised by C's exit() during a training
@@ -20,20 +22,20 @@ class Interruption:
     it between two steps. A second SIGINT ends the process at once. SIGTERM and SIGUSR1 stay caught after the block if
     one of them came, since a scheduler may send them again while the process ends.
 
-    In the block os._exit raises SystemExit, since user code that calls it would make an incomplete run look complete.
-    On Linux, exit() in a C library prints the stack to stderr and ends the process by the signal `ENDED_IN_C`.
+    In the block os._exit raises SystemExit, see `exits_refused`. On Linux, exit() in a C library prints the stack to
+    stderr and ends the process by the signal `ENDED_IN_C`.
     """
 
     def __init__(self) -> None:
         self.signum = 0
         self._previous: dict[int, Any] = {}  # handlers by signal number
-        self._process, self._exit = os.getpid(), os._exit
+        self._exits = exits_refused()
 
     def __enter__(self) -> Interruption:
         """Replaces the handlers of the signals, os._exit, and on Linux what exit() in a C library does."""
         self._previous = {number: signal.signal(number, self._record) for number in (*SCHEDULER, signal.SIGINT)}
-        self._process, self._exit = os.getpid(), os._exit
-        os._exit = self._refuse
+        self._exits = exits_refused()
+        self._exits.__enter__()
         if ENDED_IN_C is not None:
             _raise_at_exit(ENDED_IN_C)
             signal.signal(ENDED_IN_C, signal.SIG_DFL)
@@ -44,19 +46,13 @@ class Interruption:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Restores os._exit and the handlers, but the handlers of SIGTERM and SIGUSR1 only if neither signal came."""
-        os._exit = self._exit
+        self._exits.__exit__(kind, error, traceback)
         if ENDED_IN_C is not None:
             faulthandler.unregister(ENDED_IN_C)
             signal.signal(ENDED_IN_C, signal.SIG_IGN)  # exit() still raises it; from here on that has no effect
         for number, handler in self._previous.items():
             if number == signal.SIGINT or self.signum not in SCHEDULER:
                 signal.signal(number, handler)
-
-    def _refuse(self, status: int) -> NoReturn:
-        """Replaces os._exit: raises SystemExit in this process, and exits in a process that user code has forked."""
-        if os.getpid() != self._process:
-            self._exit(status)
-        raise SystemExit(f"os._exit({status}) was called in the training process; raise an exception instead")
 
     def _record(self, signum: int, frame: FrameType | None) -> None:
         """Handles a signal: stores its number, and makes the next Ctrl-C end the process at once."""

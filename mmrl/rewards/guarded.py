@@ -22,7 +22,7 @@ class GuardedReward:
 
     If a batch raises, its halves are tried, and so on, so that only samples that raise by themselves are lost. A group,
     and a batch that takes too long, is lost as a whole. With a deadline the reward runs in a thread, which is abandoned
-    if it does not end. Only `IsolatedReward` survives os._exit and enforces memory limits.
+    if it does not end; see `TimedCalls`. Only `IsolatedReward` survives a crash and enforces memory limits.
 
     Raises UserError if the reward raises it, for a wrong number of values, for a value that is not a number, and if too
     many calls still run after their deadline.
@@ -31,7 +31,7 @@ class GuardedReward:
     def __init__(self, reward: Reward | BatchReward, failures: Failures, deadline_s: float | None) -> None:
         self.reward, self.failures, self.deadline_s = reward, failures, deadline_s
         self.scope: Literal["sample", "group", "batch"] = reward.scope if isinstance(reward, BatchReward) else "sample"
-        self._calls = TimedCalls("isolated: true")
+        self._calls = TimedCalls(f"reward {failures.name!r}", "isolated: true")
 
     def score(self, samples: Sequence[Sample]) -> list[Score | Spans]:
         if isinstance(self.reward, BatchReward):

@@ -4,30 +4,40 @@ end."""
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from mmrl.errors import UserError, describe_error
+from mmrl.runtime.watchdog import ends_process
 
 Argument = TypeVar("Argument")
 Value = TypeVar("Value")
 
+log = logging.getLogger(__name__)
+
 MAX_STUCK = 8  # threads that still run after their deadline; more of them end the run
+GRACE_S = 10.0  # seconds after the deadline in which this process must have abandoned a call
 FORK_POLL_S = 0.5  # seconds after which a forked process checks again whether its parent still runs
 
 
 class TimedCalls:
-    """Calls with a time limit, in a thread that is abandoned if a call does not end. remedy: the setting that would end
-    a hanging call, for the message."""
+    """Calls with a time limit, in a thread that is abandoned if a call does not end. A call that holds Python's
+    interpreter cannot be abandoned: then this process ends GRACE_S seconds after the deadline, with one line on stderr.
 
-    def __init__(self, remedy: str) -> None:
-        self._remedy = remedy
+    name: whose calls they are, and remedy: the setting that would end a hanging call, for messages.
+    """
+
+    def __init__(self, name: str, remedy: str) -> None:
+        self._name, self._remedy = name, remedy
         self._thread: CallingThread | None = None
         self._stuck: list[CallingThread] = []
 
@@ -35,8 +45,13 @@ class TimedCalls:
         """Returns function(argument), or raises its exception. Raises TimeLimit after `deadline_s` seconds, and
         UserError if more than MAX_STUCK abandoned calls still run."""
         self._thread = self._thread or CallingThread()
+        message = (
+            f"mmrl: {self._name} did not return within {deadline_s:g} s and cannot be abandoned, since it holds "
+            f"Python's interpreter; set {self._remedy}, which ends hanging calls; the run ends"
+        )
         try:
-            return self._thread.call(function, argument, deadline_s)
+            with ends_process(deadline_s + GRACE_S, message), settings_restored(self._name):
+                return self._thread.call(function, argument, deadline_s)
         except TimeLimit:
             # `leave` tries to end the call, and returns whether it still runs
             self._stuck = [thread for thread in (*self._stuck, self._thread) if thread.leave()]
@@ -133,6 +148,32 @@ class CallingThread:
             _SERVING.discard(threading.get_ident())
 
 
+@contextmanager
+def settings_restored(name: str) -> Iterator[None]:
+    """A context after which torch's default dtype and Python's recursion limit are as before. Logs a warning where the
+    block changed one, the first time for each `name`, which says whose code it is."""
+    dtype, limit = torch.get_default_dtype(), sys.getrecursionlimit()
+    try:
+        yield
+    finally:
+        if (changed := torch.get_default_dtype()) != dtype:
+            torch.set_default_dtype(dtype)
+            _warn(name, "torch's default dtype", changed, dtype)
+        if (number := sys.getrecursionlimit()) != limit:
+            sys.setrecursionlimit(limit)
+            _warn(name, "Python's recursion limit", number, limit)
+
+
+def _warn(name: str, setting: str, value: object, before: object) -> None:
+    """Logs that user code changed a setting, once for each name and setting."""
+    if (name, setting) not in _WARNED:
+        _WARNED.add((name, setting))
+        log.warning(
+            "%s set %s to %s for the whole process; it is set back to %s after each call", name, setting, value, before
+        )
+
+
+_WARNED: set[tuple[str, str]] = set()  # (name, setting) of warnings of `settings_restored` that were logged
 _SERVING: set[int] = set()  # identifiers of the threads that run a user's code
 _PROCESS = [os.getpid()]  # id of this process; in a fork, the parent's id until the hook below has run
 

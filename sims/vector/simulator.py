@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mmrl.errors import UserError, describe_error
+from mmrl.runtime.timed_calls import settings_restored
 from mmrl.sims.vector.checks import (
     SimulatorFault,
     check_facts,
@@ -88,8 +89,8 @@ class VectorSim:
     simulator: steps the environments.
     shares: sets of rows that different threads may step at the same time; None: all rows are one share.
     name: the simulator's name in messages; None: its class's name.
-    patience_s: seconds after which a warning is logged if a reset or step has not returned; None: never, for simulators
-        with deadlines of their own.
+    patience_s: seconds after which a warning is logged if a call of the simulator has not returned; after ten times as
+        long, this process ends. None: never, for simulators with deadlines of their own.
     counters: nan_actions (numbers that were not finite), dropped_episodes, restarts (of workers).
 
     An episode is dropped if the simulator reports or raises an error, gives a state or reward that is not finite,
@@ -212,7 +213,9 @@ class VectorSim:
         if len(rows):
             shape = (len(rows), length, self.simulator.action_dim)
             try:
-                actions[rows] = checked_actions(self.name, self.simulator.expert(rows.tolist(), length), shape)
+                with self._watch.over("call of the expert"):
+                    proposed = self.simulator.expert(rows.tolist(), length)
+                actions[rows] = checked_actions(self.name, proposed, shape)
             except UserError:
                 raise
             except Exception as error:
@@ -320,7 +323,7 @@ class VectorSim:
         call: "reset" or "step"; rows, length: the transition's number of rows and actions (None: a reset).
         """
         try:
-            with self._watch.over(call):
+            with self._watch.over(call), settings_restored(f"simulator {self.name}"):
                 transition = ask()
         except UserError:
             raise

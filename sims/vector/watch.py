@@ -1,4 +1,4 @@
-"""Warnings of calls that take too long and cannot be interrupted."""
+"""Warnings of calls that take too long and cannot be interrupted, and an end of those that take for ever."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mmrl.runtime.watchdog import ends_process
+
 log = logging.getLogger(__name__)
+END_AFTER = 10  # times the limit after which a call ends the process
 
 
 class CallWatch:
-    """Warns if a call of a simulator takes longer than `limit_s` seconds (None: never).
+    """Warns if a call of a simulator takes longer than `limit_s` seconds (None: never). If it takes END_AFTER times as
+    long, ends this process with one line on stderr.
 
     One thread watches all calls, and ends while there are none: there may be thousands of calls a minute.
     """
@@ -27,7 +31,7 @@ class CallWatch:
 
     @contextmanager
     def over(self, call_name: str) -> Iterator[None]:
-        """Logs a warning if the enclosed call takes too long."""
+        """Logs a warning if the enclosed call takes too long, and ends this process if it takes for ever."""
         if self.limit_s is None:
             yield
             return
@@ -38,8 +42,14 @@ class CallWatch:
         if starts_thread:
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
             self._thread.start()
+        limit = END_AFTER * self.limit_s
+        message = (
+            f"mmrl: simulator {self.name}: a {call_name} takes longer than {limit:g} s, {END_AFTER} times "
+            "task.deadline_s; set task.workers to 1 or more, so that a worker that hangs is replaced; the run ends"
+        )
         try:
-            yield
+            with ends_process(limit, message):
+                yield
         finally:
             with self._lock:
                 self._calls.pop(call, None)

@@ -181,7 +181,11 @@ class ManipulationSettings(TaskSettings):
         1, "parts into which environments are divided: one part steps while the policy acts for another", ge=1
     )
     deadline_s: float = option(
-        120.0, "time after which a worker without an answer is replaced and its episodes are lost", unit="s", gt=0
+        120.0,
+        "time after which a worker without an answer is replaced and its episodes are lost; with workers=0 there is a "
+        "warning, and the run ends after ten times as long",
+        unit="s",
+        gt=0,
     )
     train_size: int = option(1_000_000, "training start states", ge=1)
     eval_size: int = option(500, "held-out start states", ge=1)
