@@ -333,7 +333,7 @@ def _parsed(file: Path, text: str) -> dict[str, Any]:
     """Parses a JSON object of a file. Raises UserError if it is not one."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{file}: expected an object, not {text[:50]!r}")

@@ -6,19 +6,34 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from PIL import Image
 
+from mmrl.generation.vllm.engine import last_error
 from mmrl.rewards import REWARDS, build
+from mmrl.rewards.judges.process import _ENDS, steps
+from mmrl.rewards.judges.text import _tag_content
+from mmrl.rewards.judges.written import WrittenScore, verdict_pattern
+from mmrl.rewards.mathematics import _to_latex
 from mmrl.rewards.parsing import boxes, choices, quotes, responses, times
 from mmrl.rewards.registry import ISOLATED
+from mmrl.rewards.services.http import decode
+from mmrl.rewards.visual.boxes import _absence_reward
+from mmrl.rewards.visual.images import _letters
+from mmrl.rewards.visual.pointing import word_f1
 from mmrl.rollouts import Prompt, Sample
+from mmrl.runtime.jsonl import RowError, check_value, parsed
+from mmrl.runtime.template_limits import _has_power
 from mmrl.sims.turns import tools
 from mmrl.sims.turns.calculator import value
+from mmrl.sims.turns.cards import CardGame
+from mmrl.tasks.data.tables import _is_object, _json_lines
 from mmrl.tasks.image_generation.rewriting import PromptRewriting
+from mmrl.tasks.visual_qa.data.columns import Columns
 from tests.house.layout import ROOT
 
 LONG = 32_768  # characters
@@ -28,7 +43,10 @@ TRIES = 3
 
 # --- pieces ---
 
-WORST = ["a", "1,11", "[1,", "(", "<answer>", "</think><answer>", "\\boxed{", "<tool_call>", "a(", "B) ", ","]
+WORST = [
+    *("a", "x1=3, ", "1 minute 3 s ", "1,11", "[1,", "(", "<answer>", "</think><answer>"),
+    *("\\boxed{", "<tool_call>", "a(", "B) ", ","),
+]
 PIECES = [
     *WORST,
     *("_", "1", " ", "\n", "[", "{", "<", "\\", "$", '"', "\u201c", ".", "-", "\xe9", "\u4e2d", "\u0301", "\u0663"),
@@ -179,6 +197,19 @@ def rewritten(text: str) -> str:
     return PromptRewriting.extract_prompt(task, text)
 
 
+def written(text: str) -> object:
+    judge: Any = WrittenScore.__new__(WrittenScore)
+    judge.after, judge.low, judge.high, judge.words = "a", 1.0, 5.0, {}
+    judge._verdict = verdict_pattern([])
+    return judge.read(text)
+
+
+def card_game() -> CardGame:
+    game = CardGame(rounds=9, choices=3)
+    game.start(Prompt("p", "Which?", metadata={"seed": 0, "kind": "count"}))
+    return game
+
+
 READERS: dict[str, Read] = {
     "JSON calls of tools": refused(tools.json_call),
     "Python calls of tools": refused(tools.python_call),
@@ -191,6 +222,24 @@ READERS: dict[str, Read] = {
     "objects": boxes.parse_objects,
     "quotes": quotes.quoted_texts,
     "times": times.parse_times,
+    "gold answers": responses.gold_answer_text,
+    "steps of a thought": lambda text: [steps(text, re.compile(ending)) for ending in _ENDS.values()],
+    "a tag of a judge": lambda text: _tag_content(text, "answer"),
+    "scores that a judge writes": written,
+    "mathematics": _to_latex,
+    "absence": _absence_reward,
+    "words": lambda text: word_f1(text, text),
+    "letters": _letters,
+    "requests of rewards": refused(lambda text: decode(text.encode(), "json", max_bytes=LONG), Exception),
+    "lines of JSONL": refused(lambda text: parsed(text.encode()), RowError),
+    "lines of a .json file": lambda text: list(_json_lines(Path("x.json"), b"{}\n" + text.encode())),
+    "whether a .json file has lines": lambda text: _is_object(text.encode()),
+    "texts of rows": refused(lambda text: check_value(text, "f"), RowError),
+    "powers in templates": _has_power,
+    "markers of images": refused(lambda text: Columns(images=("a",))._place_images({"a": 1}, text), RowError),
+    "letters to invert": refused(lambda text: Columns()._invert({"g": text, "q": ""}, ["A"], "q", "g"), RowError),
+    "cards": lambda text: card_game().step(text),
+    "logs of vLLM": last_error,
 }
 OPTIONS: dict[str, dict[str, Any]] = {"sections": {"tags": ["think", "answer"]}}
 GOLDS: dict[str, Any] = {

@@ -63,6 +63,8 @@ def test_a_round_is_lost_by_a_wrong_card_and_by_words():
     assert last.end and last.facts["success"] == 0.0
     rewards, errors, _ = play(game, prompt, ["the left one", "red 0", "\u0661"])
     assert rewards == [0, 0, 0] and all("1 to 3" in error for error in errors)
+    rewards, errors, _ = play(game, prompt, ["9" * 5000, first, first])  # more digits than int() takes
+    assert rewards[0] == 0 and "1 to 3" in errors[0]
 
 
 def test_kinds_alternate_and_are_told():

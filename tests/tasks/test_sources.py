@@ -602,6 +602,8 @@ def test_images_that_no_text_names_come_first(tmp_path):
     assert prompt.text == "<image>Is it darker than <image>?\nA. yes\nB. no" and red(prompt) == [0, 40]
     plain = asked(tmp_path, row | {"problem": "Darker?"})
     assert plain.text == "Darker?\nA. yes\nB. no" and red(plain) == [0, 40]
+    number = "9" * 5000  # more digits than int() takes
+    assert asked(tmp_path, row | {"problem": f"<image {number}>?"}).text.startswith(f"<image {number}>?")
 
 
 def test_a_number_is_the_place_of_an_option(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from mmrl.rewards.judges.visual import JudgeQuestion, JudgeReward
@@ -57,9 +57,7 @@ class WrittenScore(JudgeReward):
         self.words = {str(word).lower(): float(value) for word, value in (words or {}).items()}
         self.source, self.max_tokens = source, max_tokens
         super().__init__(**judge)
-        verdicts = "|".join([*map(re.escape, self.words)] if self.words else [NUMBER])
-        # the number or word, after brackets and the like, and not as the beginning of a longer one
-        self._verdict = re.compile(rf"[\s*\"'\[({{]{{0,16}}({verdicts})(?!\w|\.\d)", re.IGNORECASE)
+        self._verdict = verdict_pattern(self.words)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
@@ -83,3 +81,10 @@ class WrittenScore(JudgeReward):
             return self.words[verdict[1].lower()]
         number = float(verdict[1])
         return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else None
+
+
+def verdict_pattern(words: Iterable[str]) -> re.Pattern[str]:
+    """Returns the pattern of a number, or of one of the words, after brackets and the like, and not as the beginning of
+    a longer one."""
+    verdicts = "|".join(map(re.escape, words)) or NUMBER
+    return re.compile(rf"[\s*\"'\[({{]{{0,16}}({verdicts})(?!\w|\.\d)", re.IGNORECASE)

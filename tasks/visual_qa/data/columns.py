@@ -12,7 +12,7 @@ from typing import Any
 
 from mmrl.runtime.jsonl import RowError
 
-NUMBERED = re.compile(r"<image (\d+)>")
+NUMBERED = re.compile(r"<image (\d{1,9})>")
 INVERSION = "\nWhich of these options are not right answers to the question? Name the letters of all of them."
 
 
