@@ -16,7 +16,10 @@ R, E, D, Q = (
     "sims/turns/timed.py",
     "mmrl/rewards/parsing/quantities.py",
 )
-J = "mmrl/job.py"
+J, X, Y = "mmrl/job.py", "mmrl/runtime/exits.py", "mmrl/runtime/watchdog.py"
+TR = "mmrl/trainer.py"
+COUNT, STATE = ("checkpoints/test_counters.py",), ("runtime/test_settings_restored.py",)
+EXITS, WATCH = ("runtime/test_exits.py",), ("runtime/test_watchdog.py",)
 STARTED, DOOR, SERVER = ("children/test_processes.py",), ("children/test_listener.py",), ("rewards/test_http.py",)
 TOOLS, GROWTH, OWN = ("sims/test_tools.py",), ("faults/test_growth.py",), ("rewards/test_guarded.py",)
 APART, SIGNALS, PORTS = ("sims/test_environments.py",), ("engine/test_interruption.py",), ("engine/test_ports.py",)
@@ -31,8 +34,28 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("safety: kill -9 counts as a stop in order", P, "if signum in (*HANDED_ON, signal.SIGINT) else 0", "if signum in (*HANDED_ON, signal.SIGINT, 9) else 0", STARTED),
     ("safety: a stopped warm start is a failed one", J, "if signum := stopped_by(", "if signum := 0 * stopped_by(", WARM),
     ("safety: a signal that comes again ends at once", N, "if number == signal.SIGINT or self.signum not in SCHEDULER:", "if True:", SIGNALS),
-    ("safety: os._exit ends the training", N, "os._exit = self._refuse", "pass", APART),
-    ("safety: a copy can not exit", N, "if os.getpid() != self._process:", "if False:", APART),
+    ("safety: os._exit ends the training", N, "self._exits.__enter__()", "pass", APART),
+    ("safety: a copy can not exit", X, "if os.getpid() == _refusing[0]:", "if _refusing[0]:", APART),
+    ("safety: posix._exit ends the training", X, "os._exit = posix._exit = _exit", "os._exit = _exit", EXITS),
+    ("safety: an exit while a job is built is success", J, "parts.enter_context(exits_refused())", "pass", EXITS),
+    ("safety: sys.exit(0) of user code is success", "mmrl/cli/main.py", "% 256 or 1)", "% 256)", EXITS),
+    ("safety: a reward that holds the interpreter hangs the run", G, "ends_process(deadline_s + GRACE_S, message), ", "", WATCH),
+    ("safety: a simulator hangs the run", "sims/vector/watch.py", "with ends_process(limit, message):", "if True:", WATCH),
+    ("safety: a run that was stopped is ended", Y, "0.0 if is_stopped(process) else elapsed", "elapsed", WATCH),
+    ("safety: a call that has ended counts on", Y, "_NUMBER.pack_into(self._table, offset, 0)", "pass", WATCH),
+    ("safety: the watchdog outlives its process", Y, " and os.getppid() == process:", ":", WATCH),
+    ("safety: a fork has the watchdog of its parent", Y, "if not _WATCHDOGS or _WATCHDOGS[0].owner != os.getpid():", "if not _WATCHDOGS:", WATCH),
+    ("safety: times of other calls count", Y, "waited.get(number, -elapsed)", "waited.get(number, max(waited.values(), default=-elapsed))", WATCH),
+    ("counters: skipped updates in a row begin anew", TR, 'self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]', 'self.accuracies = state["accuracies"]', COUNT),
+    ("counters: accuracies so far are forgotten", TR, 'self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]', 'self.bad_steps = state["bad_steps"]', COUNT),
+    ("counters: the best accuracy is forgotten", TR, 'self.step, self.best = state["step"], state["best"]', 'self.step = state["step"]', COUNT),
+    ("counters: steps that are repeated stay in the metrics", TR, "        self.run.drop_after(self.step)", "        pass", COUNT),
+    ("process: a default dtype stays", G, "torch.set_default_dtype(dtype)", "pass", STATE),
+    ("process: a recursion limit stays", G, "sys.setrecursionlimit(limit)", "pass", STATE),
+    ("process: rewards change settings", G, ", settings_restored(self._name):", ":", STATE),
+    ("process: simulators change settings", "sims/vector/simulator.py", ', settings_restored(f"simulator {self.name}"):', ":", STATE),
+    ("safety: a number of thousands of digits loses a game", "sims/turns/cards.py", "len(word) < 10 and ", "", ("sims/test_games.py",)),
+    ("safety: a marker of thousands of digits is a traceback", "tasks/visual_qa/data/columns.py", r"<image (\d{1,9})>", r"<image (\d+)>", ("tasks/test_sources.py",)),
     ("safety: strangers stay", L, "    late.start()\n", "", DOOR),
     ("safety: any number of strangers", L, "if not self._greetings.acquire(blocking=False):", "if False:", DOOR),
     ("safety: places of strangers are not given back", L, "            self._greetings.release()", "            pass", DOOR),

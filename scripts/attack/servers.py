@@ -1,4 +1,6 @@
-"""Attacks mmrl's client of vLLM by servers on loopback that give bad answers: `python -m scripts.attack.servers`.
+"""Attacks mmrl's client of vLLM by servers on loopback that give bad answers.
+
+    python scripts/attack/servers.py
 
 Each kind of bad answer is tried with this server alone, and with a good server beside it. Alone, the run has to end by
 one line that names the server. With a good server, the batch has to be right, or the bad server has to be named. No bad
@@ -7,6 +9,7 @@ answer may be accepted, and nothing may hang or repeat requests without end.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -25,6 +28,7 @@ def row(kind: str, alone: Outcome, beside: Outcome) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     kinds = [*FIRST_TABLE, *(kind for kind in (*KINDS, *ON_THE_WIRE) if kind not in FIRST_TABLE)]
     print("| a server that answers with | alone, requests | beside a good one, requests | what is said |")
     print("| --- | --- | --- | --- |")

@@ -8,6 +8,7 @@ an unexpected result.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -97,6 +98,7 @@ def two_jobs() -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     table = Table("warm starts")
     wanted = "saved; the same command goes on"
     table.case("kill -9 of the job", "kill", lambda: signalled(signal.SIGKILL), f"-9, not {wanted}", f"-9, {wanted}")
