@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from operator import itemgetter
@@ -172,7 +173,10 @@ class AdvantageReplay(ExtraSource):
     equation: ClassVar[str] = (
         "rollouts of origin 2 (replayed), without rewards, drawn from the last `keep` with |mean_t A_t| >= least"
     )
-    source: ClassVar[str] = "EFRame, arXiv 2506.22200, and 597358816/EFRame at 173b698, which replays |A| > 1"
+    source: ClassVar[str] = (
+        "EFRame, arXiv 2506.22200, and 597358816/EFRame at 173b698, which replays |A| > 1; draw=size: after PPER, "
+        "arXiv 2410.12236"
+    )
     test: ClassVar[str] = "tests/joints/test_large_advantages.py"
 
     makes: ClassVar[RolloutKind | None] = "large_advantages"
@@ -181,6 +185,9 @@ class AdvantageReplay(ExtraSource):
     every: int = option(5, "steps from one replay to the next", unit="steps", ge=1)
     keep: int = option(512, "rollouts that are kept; the oldest are removed first", ge=1)
     least: float = option(1.0, "smallest size of the mean advantage of a rollout that is kept", gt=0)
+    draw: Literal["alike", "size"] = option(
+        "alike", "chances of stored rollouts. alike: equal; size: proportional to the sizes of their mean advantages"
+    )
     _stored: list[tuple[int, Stored]] = PrivateAttr(default_factory=list)  # prompt and rollout, oldest first
     _steps: int = PrivateAttr(default=0)  # steps so far
 
@@ -216,7 +223,8 @@ class AdvantageReplay(ExtraSource):
         self._steps += 1
         if self._steps % self.every == 0 and self._stored:
             rng = random.Random(f"{context.seed} {self._steps}")
-            sampled = rng.sample(range(len(self._stored)), min(self.count, len(self._stored)))
+            weights = [abs(entry["advantage"]) if self.draw == "size" else 1.0 for _, entry in self._stored]
+            sampled = weighted_sample(weights, self.count, rng)
             rank, world = context.rank_and_world
             positions = range(rank, len(sampled), world)
             local = [self._stored[sampled[position]] for position in positions]
@@ -237,6 +245,13 @@ class AdvantageReplay(ExtraSource):
 
     def load(self, state: dict[str, Any]) -> None:
         self._steps, self._stored = state["steps"], [(prompt, stored) for prompt, stored in state["stored"]]
+
+
+def weighted_sample(weights: list[float], count: int, rng: random.Random) -> list[int]:
+    """Samples at most `count` positions without replacement, one after the other in proportion to their weights, which
+    are above 0: those with the largest log(u) / w, u uniform in 0 .. 1 (Efraimidis and Spirakis 2006)."""
+    keys = [math.log(1 - rng.random()) / weight for weight in weights]
+    return sorted(range(len(weights)), key=keys.__getitem__, reverse=True)[:count]
 
 
 def stored_rows(rows: Rollouts, policy: Any, *, logp: bool) -> list[tuple[int, int, Stored]]:

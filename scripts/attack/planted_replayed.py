@@ -7,6 +7,7 @@ R, G = "mmrl/collection/replay_buffer.py", "mmrl/terms/losses/replay_policy_grad
 D, S, N = "mmrl/terms/masks/decisions.py", "mmrl/collection/extra_sources.py", "mmrl/rollouts.py"
 C, P, T = "mmrl/core/credit.py", "mmrl/collection/branches/points.py", "mmrl/algorithms/reward_transforms/"
 L, K, U = "mmrl/terms/shapers/likelihoods.py", "mmrl/algorithms/surrogates/clips.py", "mmrl/prompts/curriculum.py"
+E, TURNS = "mmrl/terms/shapers/entropy.py", ("joints/test_turn_credit.py",)
 LARGE, TREES = ("joints/test_large_advantages.py",), ("joints/test_branches.py",)
 TRANSFORMS, SHAPERS, ORDER = (
     ("joints/test_transforms.py",),
@@ -60,4 +61,10 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("rollback: no share", U, "math.ceil(self.share * count)", "count", ORDER),
     ("rollback: forgets who waits", U, 'self._waiting = list(state["waiting"])', "self._waiting = []", ORDER),
     ("rollback: forgets how often", U, 'self._returns = {int(prompt): count for prompt, count in state["returns"].items()}', "self._returns = {}", ORDER),
+    ("entropy of turns: of decisions", E, "entropy = means.gather(1, number)", "pass", TURNS),
+    ("entropy of turns: the same turn's", E, "F.pad(turn_means, (0, 1))[:, 1:]", "turn_means", TURNS),
+    ("entropy of turns: the last has one after it", E, "F.pad(turn_mask, (0, 1))[:, 1:]", "turn_mask", TURNS),
+    ("entropy of turns: padding counts", E, "values.where(mask, 0)", "values", TURNS),
+    ("replay: all alike", R, 'if self.draw == "size" else 1.0', 'if False else 1.0', LARGE),
+    ("replay: small ones more often", R, "/ weight for weight", "* weight for weight", LARGE),
 ]

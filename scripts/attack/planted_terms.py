@@ -27,7 +27,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("likelihood: the view is left out", L, "replay.logp if self.under is None else", "replay.logp if True else", MORE),
     ("likelihood: all are demonstrations", L, 'if self.of == "all":', "if False:", MORE),
     ("sure: its mean is not 1", E, "return weight / batch.gather_decisions(weight).mean()", "return weight", SHAPERS),
-    ("sure: k is hard-coded", E, "(-self.k * scaled_entropy(batch)).exp()\n        return", "(-scaled_entropy(batch)).exp()\n        return", SHAPERS),
+    ("sure: k is hard-coded", E, "(-self.k * scaled_entropy(batch, self.unit)).exp()", "(-scaled_entropy(batch, self.unit)).exp()", SHAPERS),
     ("clarity: of the decision itself", E, ".roll(-1, 1)", "", SHAPERS),
     ("clarity: the last has one", E, ".where(has_next, 0)", "", SHAPERS),
     ("doubt: bounded by what sureness had not touched", E, "self.bonus.bonus(shaped, batch)",

@@ -4,9 +4,11 @@ the source
 
 import json
 import math
+import random
 
 import pytest
 
+from mmrl.collection.replay_buffer import weighted_sample
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 
@@ -89,6 +91,35 @@ def test_what_is_not_scored_is_not_kept(given):
     """Row 0 has the reward NaN: the others' mean is 1/3, so that row 1 is worth 2/3."""
     made = given(groups([[math.nan, 1.0, 0, 0], [0.0, 0, 0, 0]], accuracy=[0.0] * 8), *BASE, SOURCE % "", TERM % "")
     close(list(replayed(play(made, 2)[1]).items()), [[1, 2 / 3]])
+
+
+def test_large_ones_may_be_drawn_more_often():
+    """The first of the sample is the third of four in 6 of 10 cases, the first two in 1 of 10 each; without
+    replacement."""
+    drawn = [weighted_sample([1.0, 1.0, 6.0, 2.0], 3, random.Random(seed)) for seed in range(2000)]
+    assert all(len(set(sample)) == 3 for sample in drawn)
+    shares = [sum(sample[0] == i for sample in drawn) / 2000 for i in range(4)]
+    close(shares, [0.1, 0.1, 0.6, 0.2], atol=0.04)
+    # after the third, the first is drawn next in 1 of 4
+    second = [sample[1] for sample in drawn if sample[0] == 2]
+    close(second.count(0) / len(second), 0.25, atol=0.05)
+    assert sorted(weighted_sample([1.0, 2.0], 5, random.Random(0))) == [0, 1]
+
+
+@pytest.mark.parametrize(("draw", "share"), [("alike", 0.5), ("size", 0.9)])
+def test_the_chances_by_the_key(given, draw, share):
+    """One of two is replayed: row 4 is worth 3/4 of 6, row 1 3/4 of 2/3, a ninth of it."""
+    table = groups([[0.0, 2 / 3, 0, 0], [6.0, 0, 0, 0]])
+    made = given(table, *BASE, SOURCE % f", count: 1, draw: {draw}", TERM % "")
+    source = made.trainer.collector.extras.sources[0]
+    play(made, 2)
+    source._stored = [pair for pair in source._stored if abs(pair[1]["advantage"]) in (0.5, 4.5)]
+    assert [round(entry["advantage"], 4) for _, entry in source._stored] == [0.5, 4.5]
+    drawn = []
+    for step in range(300):
+        source._steps = 2 * step + 1
+        drawn += replayed(made.next(step))
+    close(drawn.count(4) / len(drawn), share, atol=0.07)
 
 
 def test_demonstrations_are_not_kept(given):

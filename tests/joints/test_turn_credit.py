@@ -1,5 +1,6 @@
 """Credit over turns, from the key to the gradient of each decision, by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,28 @@ def test_gated_turns_earn_where_the_outcome_holds(given):
     made = gradient(given, f"algorithm.shaping=[{options}]", rewards=(0.0, 0.0, 1.0))
     want = [[-1.0, -1.0, 0.0], [-1.0, 0.0, 0.0], [2.0, 2.0, 0.0]]
     close(made.gradient(), [[-a / 7 for a in row] for row in want])
+
+
+def test_entropies_of_turns(given):
+    """Means of turns: 0.3 and 0.9, 0.5 and 0.7, and 0.1, scaled to 1/4, 1, 1/2, 3/4 and 0. Row 1's last column is no
+    decision, and so is row 2's. Six decisions; advantages 1, -1 and 0."""
+    entropy = [[0.2, 0.4, 0.9], [0.5, 0.7], [0.0, 0.2]]
+    table = Table(LOGP, rewards=[2.0, 0.0, 1.0], entropy=entropy)
+    options = "sure: {k: 2, unit: turn}, bonus: {type: clarity, k: 3, zeta: 0.1, unit: turn}"
+    made = given(table, *ONE, "algorithm.scale=none", f"algorithm.shaping=[{{type: entropy, {options}}}]")
+    found = made.prepare(rollouts(table)).advantages
+    sure = [[math.exp(-0.5), math.exp(-0.5), math.exp(-2)], [math.exp(-1), math.exp(-1.5)], [1.0, 1.0]]
+    mean = sum(map(sum, sure)) / 7
+    first, second = 0.1 * math.exp(-3), 0.1 * math.exp(-3 * 0.75)
+    close(found[0], [sure[0][0] / mean + first, sure[0][1] / mean + first, sure[0][2] / mean], atol=1e-5)
+    close(found[1, :2], [-sure[1][0] / mean + second, -sure[1][1] / mean], atol=1e-5)
+    close(found[2, :2], [0.0, 0.0], atol=1e-5)
+
+
+@pytest.mark.parametrize("options", ["sure: {unit: turn}", "bonus: {type: clarity, unit: turn}"])
+def test_entropies_of_turns_need_turns(options):
+    with pytest.raises(UserError, match=r"entropy\) needs turns of a conversation"):
+        load("visual_qa_digits", [f"algorithm.shaping=[{{type: entropy, {options}}}]"])
 
 
 def test_a_turn_that_one_rollout_reached_alone_gets_nothing():

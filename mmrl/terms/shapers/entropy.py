@@ -7,7 +7,7 @@ which trains only on decisions of high entropy, and the reward transform `sequen
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from mmrl.protocols.batch import Batch
 
+Unit = Literal["decision", "turn"]
+
 
 class AdvantageBonus(Choice):
     """An entropy-dependent bonus that is added to a decision's advantage."""
@@ -29,6 +31,11 @@ class AdvantageBonus(Choice):
         "doubt": "mmrl.terms.shapers.entropy:DoubtBonus",
         "clarity": "mmrl.terms.shapers.entropy:ClarityBonus",
     }
+
+    @property
+    def by_turn(self) -> bool:
+        """Returns whether the bonus reads the turns of a conversation."""
+        return False
 
     @abstractmethod
     def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
@@ -52,37 +59,49 @@ class DoubtBonus(AdvantageBonus):
 
 
 class ClarityBonus(AdvantageBonus):
-    """A bonus for decisions that are followed by a decision of low entropy."""
+    """A bonus for decisions (or turns) that are followed by a decision (or turn) of low entropy."""
 
     equation: ClassVar[str] = (
         "zeta exp(-k H_{t+1}), H scaled to 0..1 over the decisions of the batch, none for the last"
     )
-    source: ClassVar[str] = "reconstructed from memory of EMPG, arXiv 2509.09265, which has it for steps of agents"
+    source: ClassVar[str] = "reconstructed from memory of EMPG, arXiv 2509.09265, whose unit is the turn"
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "clarity"
     k: float = option(1.0, "how quickly the bonus falls with the entropy of the next decision", ge=0)
     zeta: float = option(0.05, "weight of the bonus", ge=0)
+    unit: Unit = option("decision", "what t counts: decisions, or turns of a conversation, whose H is their mean")
+
+    @property
+    def by_turn(self) -> bool:
+        return self.unit == "turn"
 
     def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Returns zeta exp(-k H) with H the scaled entropy of the next decision, 0 for the last decision; [rollout,
-        decision]."""
+        """Returns zeta exp(-k H) with H the scaled entropy of the next decision (or turn), 0 for the last one;
+        [rollout, decision]."""
         import torch
+        import torch.nn.functional as F
 
-        mask = batch.rollouts.mask
-        has_next = torch.zeros_like(mask)
-        has_next[:, :-1] = mask[:, 1:] & mask[:, :-1]
-        next_entropy = scaled_entropy(batch).roll(-1, 1)  # what wraps around to the last column is not used
+        mask, entropy = batch.rollouts.mask, scaled_entropy(batch, self.unit)
+        if self.by_turn:
+            turn_means, turn_mask, number = by_turn(batch, entropy)
+            next_entropy = F.pad(turn_means, (0, 1))[:, 1:].gather(1, number)
+            has_next = F.pad(turn_mask, (0, 1))[:, 1:].gather(1, number) & mask
+        else:
+            has_next = torch.zeros_like(mask)
+            has_next[:, :-1] = mask[:, 1:] & mask[:, :-1]
+            next_entropy = entropy.roll(-1, 1)  # what wraps around to the last column is not used
         return self.zeta * (-self.k * next_entropy).exp().where(has_next, 0)
 
 
 class SureWeight(Section):
-    """A weight of advantages that falls with the entropy of the decision, since gradients grow with it."""
+    """A weight of advantages that falls with the entropy of the decision (or turn), since gradients grow with it."""
 
     k: float = option(1.0, "how quickly the weight falls with the entropy", ge=0)
+    unit: Unit = option("decision", "whose entropy counts: the decision's, or the mean of its turn of a conversation")
 
     def factor(self, batch: Batch) -> Tensor:
         """Computes factors of the advantages, [rollout, decision], whose mean over the batch is 1."""
-        weight = (-self.k * scaled_entropy(batch)).exp()
+        weight = (-self.k * scaled_entropy(batch, self.unit)).exp()
         return weight / batch.gather_decisions(weight).mean()
 
 
@@ -95,7 +114,7 @@ class EntropyShaping(Shaper):
     )
     source: ClassVar[str] = (
         "doubt: Reasoning with Exploration, arXiv 2506.14758; the others: reconstructed from memory of EMPG, arXiv "
-        "2509.09265, which has them for steps of agents"
+        "2509.09265, which has them for turns (unit)"
     )
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "entropy"
@@ -111,7 +130,11 @@ class EntropyShaping(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
+        by_turn = (self.sure is not None and self.sure.unit == "turn") or (
+            self.bonus is not None and self.bonus.by_turn
+        )
+        offers = frozenset({"entropy", "turns"} if by_turn else {"entropy"})
+        return Needs(offers=offers, statistics=frozenset({"entropy"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         """Returns advantages x factor + bonus, minus the mean over the batch if `centred`; [rollout, decision]."""
@@ -132,10 +155,30 @@ def old_entropy(batch: Batch) -> Tensor:
     return entropy
 
 
-def scaled_entropy(batch: Batch) -> Tensor:
-    """Returns `old_entropy` scaled to 0..1 over the decisions of all ranks, which must not be empty."""
-    entropies = batch.gather_decisions(old_entropy(batch))
-    return (old_entropy(batch) - entropies.min()) / (entropies.max() - entropies.min()).clamp(min=1e-12)
+def scaled_entropy(batch: Batch, unit: Unit = "decision") -> Tensor:
+    """Returns `old_entropy`, or its mean over the decision's turn, scaled to 0..1 over the decisions of all ranks,
+    which must not be empty."""
+    entropy = old_entropy(batch)
+    if unit == "turn":
+        means, _, number = by_turn(batch, entropy)
+        entropy = means.gather(1, number)
+    entropies = batch.gather_decisions(entropy)
+    return (entropy - entropies.min()) / (entropies.max() - entropies.min()).clamp(min=1e-12)
+
+
+def by_turn(batch: Batch, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Averages values [rollout, decision] over the decisions of each turn. Returns the means [rollout, turn], 0 for a
+    turn without decisions; which turns have decisions, [rollout, turn] bool; and the turn of each decision, [rollout,
+    decision] int64."""
+    import torch
+
+    from mmrl.rollouts import Turns
+
+    mask, turns = batch.rollouts.mask, batch.rollouts.extra("turns", Turns)
+    number = turns.number.to(values.device)
+    count = torch.zeros(turns.mask.shape, dtype=values.dtype).scatter_add(1, number, mask.to(values))
+    total = torch.zeros(turns.mask.shape, dtype=values.dtype).scatter_add(1, number, values.where(mask, 0))
+    return total / count.clamp(min=1), count > 0, number
 
 
 class EntropyRedistribution(Shaper):
