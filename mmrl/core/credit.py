@@ -127,8 +127,7 @@ def node_gains(rewards: Tensor, group: Tensor, nodes: Tensor, *, whole: float = 
             begins = F.pad((shared[:, 1:] != shared[:, :-1]).any(0), (1, 0), value=True)
             first = times.where(begins, 0).cummax(0).values  # the node's first decision
             gain = value - torch.cat([root[None], value])[first] + whole * (value - root)
-            # differences of equal means, but for rounding errors, are 0
-            gain = gain.where((leaves > 0) & (gain.abs() > 1e-12), 0.0)
+            gain = gain.where(leaves > 0, 0.0)  # equal rewards gain exactly 0: their sums are exact in float64
             result[row] = gain / leaves.clamp(min=1).sqrt() if by_leaves else gain
     return result
 

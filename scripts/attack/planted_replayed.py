@@ -38,7 +38,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("node_gains: unknown rewards end a node", C, "(shared[:, 1:] != shared[:, :-1])", "(through[:, 1:] != through[:, :-1])", TREES),
     ("node_gains: the group alone", C, "gain = value - torch.cat([root[None], value])[first] + whole", "gain = value - root + whole", TREES),
     ("node_gains: no whole", C, " + whole * (value - root)", "", TREES),
-    ("node_gains: rounding errors stay", C, " & (gain.abs() > 1e-12), 0.0)", ", 0.0)", TREES),
     ("text_ends: one decision early", P, "cut = 1 + next(", "cut = next(", TREES),
     ("text_ends: nothing comes after", P, "if cut < int(members.mask[row].sum()):", "if True:", TREES),
     ("length: wrong ones are rewarded", T + "length.py", "bonus.clamp(max=0)", "bonus", TRANSFORMS),

@@ -215,6 +215,15 @@ def test_failed_prompts_return_before_new_ones():
     assert sampler.draw(4) == [order[1], *order[12:15]]
 
 
+def test_a_state_says_who_waits_and_how_often_each_returned():
+    one, other = started(Rollback(share=1.0, times=1)), started(Rollback(share=1.0, times=1))
+    one.observe([outcome(7, 0.0), outcome(3, 0.0)])
+    assert one.draw(1) == [7]  # prompt 3 waits
+    other.load(json.loads(json.dumps(one.state())))
+    other.observe([outcome(7, 0.0)])  # it has returned once already
+    assert other.draw(2) == [3, started(Rollback()).draw(1)[0]]
+
+
 def test_how_right_a_response_must_be_and_what_is_not_known():
     sampler = started(Rollback(accuracy=0.5, share=1.0))
     sampler.observe([outcome(4, 0.0, 0.5), outcome(5, 0.4, 0.0), outcome(6, math.nan, math.nan)])
