@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent: rotation, full disks, torn folders, refusals."""
 
 import errno
+import json
 import shutil
 import threading
 from collections import OrderedDict
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from mmrl import checkpoints
-from mmrl.checkpoints import files
+from mmrl.checkpoints import files, store
 from mmrl.checkpoints.training import differences
 from mmrl.checkpoints.writing import copied
 from mmrl.errors import UserError
@@ -277,3 +278,21 @@ def test_a_run_that_is_older_than_the_choice_of_optimizers_goes_on():
     added = {"algorithm": {"terms": [{"type": "kl"}]}}
     assert differences({}, added, set()) == {"algorithm.terms": (None, [{"type": "kl"}])}
     assert differences(added, {}, set()) == {"algorithm.terms": ([{"type": "kl"}], None)}
+
+
+def test_each_rank_restores_its_own_state(tmp_path):
+    """Two ranks with two states; the layout is that of the run that wrote them."""
+    layout = {"ranks": 2, "zero_stage": 0, "frozen": "x"}
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 1, "layout": layout}))
+    before, states = torch.get_rng_state(), []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        states.append(torch.get_rng_state())
+        torch.save({"random": states[-1], "own": {"rank": rank}}, tmp_path / f"rank-{rank}.pt")
+    try:
+        for rank in range(2):
+            engine = SimpleNamespace(rank=rank, world=2, zero_stage=0, frozen_digest="x", load=lambda *given: None)
+            assert store.load(tmp_path, engine)["rank"] == rank
+            assert torch.equal(torch.get_rng_state(), states[rank])
+    finally:
+        torch.set_rng_state(before)
