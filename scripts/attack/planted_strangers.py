@@ -177,4 +177,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "f\"rank-{engine.rank % ranks}.pt\"",
      "\"rank-0.pt\"",
      ("checkpoints/test_checkpoints.py",)),
+    ("strangers: preparation: seeds of neighbouring runs overlap", "mmrl/training/preparation.py",
+     "seed=self.config.seed * 1_000_003 + step,",
+     "seed=self.config.seed + step,",
+     ("joints/test_masks.py",)),
 ]

@@ -92,3 +92,14 @@ def test_what_is_mastered_is_not_learned_again(given, options, kept):
     close(made.gradient(), expected)
     dropped = sum(not each for row in kept for each in row)
     close(made.metrics.result()["mastered/share"], dropped / 6)
+
+
+def test_runs_with_neighbouring_seeds_draw_differently(given):
+    """The second step of a run with seed 0, and the first one of a run with seed 1."""
+    drawn = []
+    for seed, step in ((0, 1), (1, 0)):
+        made = given(Table([[-1.0]] * 2, rewards=[1.0, 0.0]), f"seed={seed}")
+        made.prepare(step=step)
+        drawn.append(torch.rand(4, generator=made.batch.generator("random")))
+        made.close()
+    assert not torch.equal(*drawn)
