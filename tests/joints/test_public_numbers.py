@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from mmrl.cli.methods import methods
+from mmrl.cli.methods import describe_methods, methods
 from mmrl.cli.public_code import REPOSITORIES
 from mmrl.core.credit import divergence_in_group, scale_within_group
 from mmrl.core.turns import softmin_weighted
@@ -229,3 +229,19 @@ def test_every_number_is_compared():
     elsewhere = set().union(*SHOWN_OTHERWISE.values(), {"Tencent-Hunyuan/MixGRPO"})
     assert {repository for repository, _ in numbers - compared} == elsewhere
     assert len(numbers - compared) == 10
+
+
+def test_mmrl_methods_names_public_code_and_differences():
+    by_covariance = describe_methods("covariance_clip")
+    public = "PRIME-RL/Entropy-Mechanism-of-RL@88505792"
+    assert f"  equal by value to {public} (tests/joints/test_*_numbers.py)" in by_covariance
+    assert any(line.startswith(f"  differs from {public}: equal at the first update") for line in by_covariance)
+    sapo = "volcengine/verl@b178a3cd, huggingface/trl@f2cd5771, hiyouga/EasyR1@b44b311b, inclusionAI/AReaL@4aef98d8, "
+    assert f"  equal by value to {sapo}NovaSky-AI/SkyRL@a9564572 (tests" in "\n".join(describe_methods("soft"))
+    assert not any("equal by value" in line or "differs" in line for line in describe_methods("log_clip"))
+
+
+def test_the_overview_of_methods_says_as_which_code():
+    notes = {line.split()[0]: line.rpartition(" (")[2] for line in describe_methods(None) if " (as " in line}
+    assert notes["sqrt_clip"] == "as RIPO)" and notes["geometric"] == "as verl and 2 others)"
+    assert notes["divergence_mask"] == "as SkyRL and 1 other)" and "log_clip" not in notes
