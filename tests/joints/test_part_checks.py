@@ -246,3 +246,11 @@ def test_shapers_change_neither_unscored_rollouts_nor_fillers(given):
     rollouts.filler = torch.tensor([False, False, False, True])
     advantages = made.prepare(rollouts).advantages[:, 0]
     close(advantages, [6.0, 4.0, 0.0, 0.0])
+
+
+def test_groups_that_fill_up_a_batch_have_no_advantages(given):
+    """The second group would have 1 and -1 too."""
+    made = given(Table([[-1.0]] * 4, group=[0, 0, 1, 1], rewards=[2.0, 0.0, 3.0, 1.0]), "algorithm.scale=none")
+    rollouts = made.next()
+    rollouts.filler = torch.tensor([False, False, True, True])
+    close(made.prepare(rollouts).advantages[:, 0], [1.0, -1.0, 0.0, 0.0])
