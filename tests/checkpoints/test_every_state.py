@@ -127,6 +127,16 @@ JOBS = {
         ],
         {"SkipFlat", "Snapshot"},
     ),
+    "returned prompts": (
+        TINY,
+        [
+            sampler("rollback"),
+            "rollout.extras=[{type: advantage_replay, every: 1, count: 4, least: 0.5}]",
+            "algorithm.terms=[{type: replay_policy_gradient}]",
+            "task.accuracy={name: 'tests.whole_runs.parts:spread'}",
+        ],
+        {"Rollback", "AdvantageReplay", "ExtraRolloutSources"},
+    ),
     "images": (
         IMAGES,
         [
