@@ -215,7 +215,7 @@ FAULTS = [
           'self.logp(micro, replay), kind="k3"', TERMS),
     Fault("kl: exact and velocity swapped", "mmrl/terms/losses/kl.py", 'if estimator == "exact" else',
           'if estimator != "exact" else', TERMS),
-    Fault("entropy: sign", "mmrl/terms/losses/entropy.py", "return -self", "return self", TERMS),
+    Fault("entropy: sign", "mmrl/terms/losses/entropy.py", "return -self.coefficient.value * replay.entropy, {}", "return self.coefficient.value * replay.entropy, {}", TERMS),
     Fault("entropy: gradient cut", "mmrl/terms/losses/entropy.py", "value * replay.entropy,",
           "value * replay.entropy.detach(),",
           TERMS),

@@ -15,7 +15,7 @@ PREFERENCE = ("joints/test_preference.py",)
 N, FINDINGS = "mmrl/rewards/parsing/negation.py", ("rewards/test_findings.py",)
 DIVERGENCE = ("joints/test_group_divergence.py",)
 SUPPORT = ("joints/test_support.py",)
-SECTION_TESTS = ("joints/test_sections.py",)
+SECTION_TESTS, WORDS = ("joints/test_sections.py",), ("joints/test_word_entropy.py",)
 SOURCES = ("tasks/test_sources.py",)
 INVERTED = "tasks/visual_qa/data/columns.py"
 TEACHERS = "mmrl/measurements/teachers.py"
@@ -113,4 +113,13 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("sections: the sum where there are several", "mmrl/terms/shapers/sections.py", "total / count.clamp(min=1)", "total", SECTION_TESTS),
     ("sections: nothing elsewhere", "mmrl/terms/shapers/sections.py", ".where(count > 0, advantages)", ".where(count > 0, 0)", SECTION_TESTS),
     ("sections: the weights of the task", "mmrl/terms/shapers/segments.py", "weights=torch.tensor(list(weights.values()))", "weights=batch.reward_weights[columns]", SECTION_TESTS),
+    ("words: the decision after", "mmrl/measurements/words.py", "bisect_right(ends, match.start())", "bisect_right(ends, match.start()) + 1", WORDS),
+    ("words: the end of a piece", "mmrl/measurements/words.py", "bisect_right(ends, match.start())", "bisect_right(ends, match.start() - 1)", WORDS),
+    ("words: parts of words", "mmrl/measurements/words.py", "(?!\\w)", "", WORDS),
+    ("words: ends of words", "mmrl/measurements/words.py", "(?<!\\w)", "", WORDS),
+    ("words: patterns", "mmrl/measurements/words.py", "re.escape(word)", "word", WORDS),
+    ("words: of all responses", "mmrl/measurements/words.py", "begins[row, beginnings", "begins[:, beginnings", WORDS),
+    ("words: the bonus everywhere", "mmrl/terms/losses/entropy.py", "replay.entropy.where(begins, 0), stats", "replay.entropy, stats", WORDS),
+    ("words: a cost", "mmrl/terms/losses/entropy.py", "return -self.coefficient.value * replay.entropy.where", "return self.coefficient.value * replay.entropy.where", WORDS),
+    ("words: the metric of the others", "mmrl/terms/losses/entropy.py", "where(begins, torch.nan)", "where(~begins, torch.nan)", WORDS),
 ]
