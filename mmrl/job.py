@@ -121,6 +121,8 @@ class Job:
             self._start_heartbeat(parts)
         else:
             self.config = without_workers(self.config)
+            for measurement in self.config.needs.prepared:
+                measurement.check_weights_alone()
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(config.threads)

@@ -78,7 +78,9 @@ class QValues(PreparedMeasurement["Column"]):
     updates: updates of all networks per training step; batch: recorded steps per rank and update, None: all; expectile:
     the one that V learns, None: no V; temperature: initial weight of the entropy, 0: none; temperature_lr: its learning
     rate; entropy: target entropy in nats per number that is sampled for a chunk, of its actions or of the noise of a
-    steered head, to which the temperature is adapted, None: fixed.
+    steered head, to which the temperature is adapted, None: fixed; best_of: chunks that the policy samples for each
+    observation in play, where the one with the largest Q is executed, None: one; best_by_mean: whether the mean of the
+    networks chooses, None: their least value.
     """
 
     gamma: float
@@ -93,6 +95,8 @@ class QValues(PreparedMeasurement["Column"]):
     temperature: float = 0.0
     temperature_lr: float = 0.0
     entropy: float | None = None
+    best_of: int | None = None
+    best_by_mean: bool | None = None
     requires: ClassVar[type] = OffPolicyLearning
     cost: ClassVar[str] = "a forward pass of two observations a recorded step, and updates of small networks on the CPU"
 
@@ -110,6 +114,31 @@ class QValues(PreparedMeasurement["Column"]):
         return modules.get(
             f"{self.name} q", lambda: QEnsemble(inputs, self.width, self.members, first_seed), lr=self.lr
         )
+
+    def start(self, policy: Any, modules: AuxiliaryModules, seed: int) -> None:
+        """Makes the policy choose among `best_of` chunks by the Q networks, once they have been updated or restored
+        from a checkpoint."""
+        import torch
+
+        from mmrl.protocols.abilities import ChunkChoice
+
+        def score(observations: Tensor, chunks: Tensor) -> Tensor:
+            pairs = torch.cat([observations, chunks], 1)
+            by_member = self.q_networks(modules, pairs.shape[1], seed).predict(pairs)
+            return by_member.mean(0) if self.best_by_mean else by_member.amin(0)
+
+        if self.best_of is not None:
+            policy.off_policy.choose_by(ChunkChoice(self.best_of, lambda: modules.has(f"{self.name} q"), score))
+
+    def check_weights_alone(self) -> None:
+        """Raises UserError if the Q networks choose, which are not saved with the policy's weights."""
+        from mmrl.errors import UserError
+
+        if self.best_of is not None:
+            key = "algorithm.q.best_of"
+            raise UserError(
+                f"{key} chooses by Q networks, which weights alone do not have; set {key}=null to play the policy alone"
+            )
 
     def entropy_temperature(self, modules: AuxiliaryModules) -> AuxiliaryModule[EntropyTemperature] | None:
         """Returns the weight of the entropy, a trained module; None if entropy is not used."""

@@ -184,6 +184,19 @@ class SampledNoise:
     logp: Tensor | None  # [n] float32
 
 
+@dataclass(frozen=True)
+class ChunkChoice:
+    """A choice among the chunks that a policy samples at an observation while it plays.
+
+    count: chunks for each observation; ready: whether `score` can be called yet, before that the first chunk is played;
+    score: takes n observations and chunks, encoded as in `SampledActions`, and returns their scores [n]; the chunk with
+    the highest one is played."""
+
+    count: int
+    ready: Callable[[], bool]
+    score: Callable[[Tensor, Tensor], Tensor]
+
+
 class OffPolicy(Protocol):
     """Encodes stored observations and chunks of actions as vectors, for value functions, and samples the current
     policy's chunks at stored observations."""
@@ -200,6 +213,9 @@ class OffPolicy(Protocol):
     def noise_size(self) -> int:
         """Returns how many random numbers the head samples for a chunk: those of the actions, or of the noise from
         which they are denoised."""
+
+    def choose_by(self, choice: ChunkChoice) -> None:
+        """Makes the policy choose among several chunks wherever it plays episodes from now on."""
 
     def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
         """Returns features of observations of one row each, without gradient, [observation, size] float32."""

@@ -90,6 +90,10 @@ class AuxiliaryModules:
                 self._modules[name].load(self._unclaimed.pop(name))
         return self._modules[name]
 
+    def has(self, name: str) -> bool:
+        """Returns whether `get` has built this module, or a checkpoint holds its state."""
+        return name in self._modules or name in self._unclaimed
+
     def state(self) -> dict[str, dict[str, Any]]:
         return self._unclaimed | {name: module.state() for name, module in self._modules.items()}
 

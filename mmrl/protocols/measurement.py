@@ -149,6 +149,13 @@ class PreparedMeasurement(Measurement[R_co]):
 
     scores: ClassVar[bool] = False
 
+    def start(self, policy: Any, modules: AuxiliaryModules, seed: int) -> None:
+        """Receives, before training, the policy and the networks that are trained beside it, for a policy that reads
+        them while it samples. seed: the run's seed."""
+
+    def check_weights_alone(self) -> None:
+        """Raises UserError if the policy cannot be evaluated without the networks that are trained beside it."""
+
     @abstractmethod
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> R_co: ...
 

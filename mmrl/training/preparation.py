@@ -57,6 +57,8 @@ class Preparation:
         # State of parts of the algorithm across steps, equal on all ranks
         self.memory: dict[str, Any] = {}
         self.modules = AuxiliaryModules()
+        for measurement in self.needs.prepared:
+            measurement.start(policy, self.modules, config.seed)
         # Minibatches of each later epoch, if they differ from those of the first; else empty
         self.later_epochs: list[list[Minibatch]] = []
 

@@ -17,11 +17,7 @@ C, N, L = (
 H, S = "mmrl/policies/vla/heads/gaussian.py", ("joints/test_q_gradient.py",)
 TANH = ("policies/vla/test_squashed.py",)
 PUBLIC = ("joints/test_robot_numbers.py",)
-D, NOISE, STEERED = (
-    "mmrl/measurements/noise_values.py",
-    ("joints/test_noise_q.py",),
-    "mmrl/policies/vla/heads/steered.py",
-)
+D, NOISE, BEST = "mmrl/measurements/noise_values.py", ("joints/test_noise_q.py",), ("joints/test_best_chunk.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -53,8 +49,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("tail: an action too many", T, "(before < actions).sum()", "(before <= actions).sum()", Q),
     ("policy: chunks in the robot's units", P, "            actions = self.policy.normalizer.from_robot(actions).astype(np.float32)\n        executed", "            pass\n        executed", Q),
     ("policy: actions that were not executed", P, "return torch.cat([executed.flatten(1), valid.float()], 1)", "return torch.cat([executed.flatten(1), torch.ones_like(valid).float()], 1)", Q),
-    ("policy: an observation without its state", P, "return torch.cat([prefix.last.float().cpu(), policy.robot_state(observation).float()], 1)",
-     "return torch.cat([prefix.last.float().cpu(), 0 * policy.robot_state(observation).float()], 1)", Q),
+    ("policy: an observation without its state", P, "state.float().cpu()], 1)", "0 * state.float().cpu()], 1)", Q),
     ("ring: the observation after is the one before", R, "for i in (0, 1)", "for i in (0, 0)", STORED),
     ("ring: another episode's end", R, "int(executed.sum()), self.terminated[episode]", "int(executed.sum()), self.terminated[0]", STORED),
     ("ring: all actions of the file", R, "int(executed.sum()), self.terminated", "int(self.executed.sum()), self.terminated", STORED),
@@ -108,6 +103,16 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("squashed: the density before tanh", H, "self._by_level(log_slope_of_tanh(before), valid)", "0 * self._by_level(log_slope_of_tanh(before), valid)", TANH),
     ("squashed: the slope's sign", H, 'fields["logp"] - self._by_level(', 'fields["logp"] + self._by_level(', TANH),
     ("squashed: demonstrations are not inverted", H, "inside.atanh().to(actions.dtype)", "inside.to(actions.dtype)", TANH),
+    ("best: the worst", P, "torch.stack(scores).argmax(0)", "torch.stack(scores).argmin(0)", BEST),
+    ("best: one seed for all candidates", P, "seeds = [derive_seed(seed, k) for seed in sampling.seeds]", "seeds = list(sampling.seeds)", BEST),
+    ("best: one candidate fewer", P, "range(1, policy.choice.count)", "range(2, policy.choice.count)", BEST),
+    ("best: the choice of another row", P, "torch.stack([c[name] for c in candidates])[best, rows]", "torch.stack([c[name] for c in candidates])[best[0], rows]", BEST),
+    ("best: the mean for the least", M, "return by_member.mean(0) if self.best_by_mean else by_member.amin(0)", "return by_member.mean(0)", BEST),
+    ("best: before anything is learned", P, "if policy.choice is None or not policy.choice.ready():", "if policy.choice is None:", BEST),
+    ("best: networks of a checkpoint are not known", "mmrl/protocols/auxiliary.py", "return name in self._modules or name in self._unclaimed", "return name in self._modules", BEST),
+    ("best: not connected", "mmrl/training/preparation.py", "            measurement.start(policy, self.modules, config.seed)\n", "            pass\n", BEST),
+    ("best: weights alone are played", "mmrl/job.py", "                measurement.check_weights_alone()\n", "                pass\n", BEST),
+    ("best: workers are not refused", L, "self.q.best_of.check(config.rollout)", "pass", BEST),
     ("noise: targets of the target networks", D, ".predict(by_actions)", ".module.target(by_actions)[None]", NOISE),
     ("noise: targets of other observations", D, "by_actions.append(torch.cat([sampled.observations, ", "by_actions.append(torch.cat([0 * sampled.observations, ", PUBLIC),
     ("noise: networks read the actions", D, "sampled.noise.float().cpu()], 1)", "sampled.chunks[:, :sampled.noise.shape[1]].float().cpu()], 1)", NOISE),

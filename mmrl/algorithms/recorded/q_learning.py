@@ -9,7 +9,7 @@ from mmrl.collection.settings import CollectionSettings, Demonstrations
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 from mmrl.terms.losses.advantage_weighted import AdvantageWeights, StepReturns, check_returns
-from mmrl.terms.losses.q_weighted import QFunctions, estimates_of, report_agreement
+from mmrl.terms.losses.q_weighted import GuidingQFunctions, estimates_of, report_agreement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class ImplicitQLearning(Algorithm):
     collection: ClassVar[CollectionSettings] = Demonstrations
     type: str = "implicit_q_learning"
     returns: StepReturns = option(StepReturns(), "rewards that Q sums")
-    q: QFunctions = option(QFunctions(), "the Q networks and V")
+    q: GuidingQFunctions = option(GuidingQFunctions(), "the Q networks and V")
     weights: AdvantageWeights = option(AdvantageWeights(), "weight of a step by its advantage")
 
     @property

@@ -10,14 +10,27 @@ from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 from mmrl.terms.losses.advantage_weighted import StepReturns, check_returns, demonstrated
 from mmrl.terms.losses.q_gradient import QGradient, SoftQFunctions
+from mmrl.terms.losses.q_weighted import BEST_OF, BestChunk, with_choice
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from mmrl.measurements.q_values import QValues
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import RolloutKind
+    from mmrl.protocols.requirements import Capabilities
     from mmrl.rollouts import Replay, Rollouts
+
+
+class ActorQFunctions(SoftQFunctions):
+    """Q networks that the policy climbs, and by which actions may be chosen."""
+
+    best_of: BestChunk | None = option(None, BEST_OF)
+
+    def measurement(self, returns: StepReturns) -> QValues:
+        return with_choice(super().measurement(returns), self.best_of)
 
 
 class SoftActorCritic(Algorithm):
@@ -47,7 +60,7 @@ class SoftActorCritic(Algorithm):
         "least", "what the policy maximizes: the least of the Q networks' values, or their mean"
     )
     returns: StepReturns = option(StepReturns(simulator_reward=1.0), "rewards that Q sums")
-    q: SoftQFunctions = option(SoftQFunctions(), "the Q networks, and the bonus for entropy")
+    q: ActorQFunctions = option(ActorQFunctions(), "the Q networks, and the bonus for entropy")
 
     @property
     def actor(self) -> QGradient:
@@ -57,6 +70,12 @@ class SoftActorCritic(Algorithm):
     @property
     def base_needs(self) -> Needs:
         return self.actor.needs
+
+    def check(self, config: JobConfig, offered: Capabilities) -> None:
+        """Raises ValueError if q.best_of is set and other processes sample rollouts."""
+        super().check(config, offered)
+        if self.q.best_of is not None:
+            self.q.best_of.check(config.rollout)
 
     def advantages(self, batch: Batch) -> Tensor:
         """Returns 0, since the loss does not use advantages. Raises UserError for a demonstrated step whose

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from mmrl.policies.vla.episodes import PolicyStep
 from mmrl.policies.vla.heads.codec import ActionNormalizer
-from mmrl.policies.vla.heads.head import ActionSampling
+from mmrl.policies.vla.heads.head import ActionSampling, EncodedPrefix, SampledChunks
 from mmrl.policies.vla.settings import Actions
-from mmrl.protocols.abilities import SampledActions, SampledNoise
+from mmrl.protocols.abilities import ChunkChoice, SampledActions, SampledNoise
 from mmrl.protocols.trajectory import RobotObservation
 from mmrl.rollouts import Prompt, Rollouts, Sample
+from mmrl.samplers.chain import derive_seed
 from mmrl.schedules.schedule import Schedule
 from mmrl.sims import Observation, VectorSim
 
@@ -27,6 +28,7 @@ class EncodingPolicy(Protocol):
     """The parts of `VisionLanguageActionPolicy` that encode observations and make rollouts."""
 
     module: Any  # backbone, head and critic
+    choice: ChunkChoice | None  # how it chooses among several chunks while it plays; None: one is sampled
     action: Actions
     sim: VectorSim
     normalizer: ActionNormalizer | None
@@ -65,13 +67,33 @@ class OffPolicyAccess:
         """The number of numbers that the head samples for a chunk."""
         return math.prod(self.policy.module.head.sampled_shape)
 
+    def choose_by(self, choice: ChunkChoice) -> None:
+        self.policy.choice = choice
+
+    def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples a chunk for each of n observations as the head's `act` does; with a `choice` several, of which it
+        returns the one with the highest score. prefix: of the observations; state: [n, state]."""
+        policy, head = self.policy, self.policy.module.head
+        policy_state = policy.module.policy_state(state)
+        first: SampledChunks = head.act(prefix, policy_state, sampling)
+        if policy.choice is None or not policy.choice.ready():
+            return first
+        candidates = [first]
+        for k in range(1, policy.choice.count):
+            seeds = [derive_seed(seed, k) for seed in sampling.seeds]
+            candidates.append(head.act(prefix, policy_state, replace(sampling, seeds=seeds)))
+        observations, whole = self._as_features(prefix, state), self._whole(sampling.seeds)
+        scores = [policy.choice.score(observations, self._as_vectors(c["actions"], whole).cpu()) for c in candidates]
+        best, rows = torch.stack(scores).argmax(0), torch.arange(len(sampling.seeds))
+        return {name: torch.stack([c[name] for c in candidates])[best, rows] for name in first}
+
     @torch.no_grad()
     def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
         """Encodes observations, which have one row each, as vectors [observation, width + state] fp32: the last hidden
         state of the prefix's last token, and the robot's state."""
         policy, observation = self.policy, stack_observations(observations)
         prefix = policy.module.encode(policy.collate(policy.prepare(observation)))
-        return torch.cat([prefix.last.float().cpu(), policy.robot_state(observation).float()], 1)
+        return self._as_features(prefix, policy.robot_state(observation))
 
     def encode_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> Tensor:
         """Encodes chunks of executed actions [executed, action], in the robot's units, as vectors [chunk, chunk length
@@ -129,8 +151,12 @@ class OffPolicyAccess:
         states as the head reads them. prepared: n rows of `prepare`; state: [n, state]."""
         policy, module = self.policy, self.policy.module
         prefix = module.encode(policy.collate(prepared))
-        observations = torch.cat([prefix.last.detach().float().cpu(), state.float().cpu()], 1)
-        return prefix, observations, module.policy_state(state.to(policy.device))
+        return prefix, self._as_features(prefix, state), module.policy_state(state.to(policy.device))
+
+    @staticmethod
+    def _as_features(prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        """Returns n observations as vectors without gradient, [n, width + state] fp32; see `encode_observations`."""
+        return torch.cat([prefix.last.detach().float().cpu(), state.float().cpu()], 1)
 
     def _whole(self, seeds: Sequence[int]) -> Tensor:
         """Returns a mask of whole chunks, one for each seed, [seed, chunk] bool."""

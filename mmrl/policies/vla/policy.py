@@ -41,6 +41,7 @@ from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, EncodedPrefix, H
 from mmrl.policies.vla.off_policy import OffPolicyAccess, pad_chunks, stack_observations, to_robot_units
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
+from mmrl.protocols.abilities import ChunkChoice
 from mmrl.protocols.trajectory import Trajectory
 from mmrl.report.settings import Log
 from mmrl.rollouts import (
@@ -154,6 +155,7 @@ class VisionLanguageActionPolicy:
         self.steps_at_once, self.log = steps_at_once, log or Log(samples_every=0)
         self.normalizer, self.state_statistics, self._warned_of_ranges = normalizer, state_statistics, False
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
+        self.choice: ChunkChoice | None = None
         labels = action.labels
         # texts in the prompt that call an action good or bad; empty: prompts have none
         self.advantage_labels = ("", "") if labels is None else (labels.good, labels.bad)
@@ -414,7 +416,7 @@ class VisionLanguageActionPolicy:
             inputs = self.collate(prepared)
             with self._play_meter.call(state, inputs):
                 prefix = self.module.encode(inputs)
-                sampled = head.act(prefix, self.module.policy_state(state), sampling)
+                sampled = self.off_policy.act(prefix, state, sampling)
             values = [0.0] * len(rows) if critic is None else critic(prefix, state).tolist()
             actions = np.zeros((len(sim), *sampled["actions"].shape[1:]))  # 0 for rows without a running episode
             actions[rows] = to_robot_units(sampled["actions"], self.normalizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
@@ -18,6 +18,37 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.parts import RolloutKind
     from mmrl.rollouts import Replay, Rollouts
+
+
+BEST_OF = (
+    "several chunks are sampled for each observation in episodes of training and its evaluations, and the one with the "
+    "largest Q is played (best-of-n of Q-chunking, arXiv 2507.07969); null: one chunk"
+)
+
+
+class BestChunk(Section):
+    """Number of chunks that are sampled for each observation in play, and the value by which one of them is chosen. It
+    needs chunks that differ: evaluation.temperature above 0, unless the head is a flow."""
+
+    count: int = option(8, "chunks for each observation", ge=2)
+    of: Literal["least", "mean"] = option(
+        "least", "value that chooses: the least of the Q networks' values, or their mean"
+    )
+
+    def check(self, rollout: Any) -> None:
+        """Raises ValueError if other processes sample rollouts. rollout: the job's section."""
+        from mmrl.generation.settings import WorkerSampling
+
+        if isinstance(rollout, WorkerSampling) and rollout.workers is not None:
+            key = "algorithm.q.best_of"
+            raise ValueError(f"{key} chooses by Q networks, which rollout.workers do not have; set one of them to null")
+
+
+def with_choice(measurement: QValues, best_of: BestChunk | None) -> QValues:
+    """Returns the measurement whose Q networks choose as `best_of` says."""
+    if best_of is None:
+        return measurement
+    return replace(measurement, best_of=best_of.count, best_by_mean=True if best_of.of == "mean" else None)
 
 
 class QNetworks(Section):
@@ -60,6 +91,15 @@ class QFunctions(QNetworks):
 
     def measurement(self, returns: StepReturns) -> QValues:
         return replace(super().measurement(returns), expectile=self.expectile)
+
+
+class GuidingQFunctions(QFunctions):
+    """Q networks with target networks and a value function V, by which actions may be chosen."""
+
+    best_of: BestChunk | None = option(None, BEST_OF)
+
+    def measurement(self, returns: StepReturns) -> QValues:
+        return with_choice(super().measurement(returns), self.best_of)
 
 
 class PolicyQFunctions(QFunctions):
