@@ -239,6 +239,7 @@ def test_mmrl_methods_names_public_code_and_differences():
     sapo = "volcengine/verl@b178a3cd, huggingface/trl@f2cd5771, hiyouga/EasyR1@b44b311b, inclusionAI/AReaL@4aef98d8, "
     assert f"  equal by value to {sapo}NovaSky-AI/SkyRL@a9564572 (tests" in "\n".join(describe_methods("soft"))
     assert not any("equal by value" in line or "differs" in line for line in describe_methods("log_clip"))
+    assert "RIPO" not in "".join(describe_methods("clip"))  # it has sqrt_clip alone
 
 
 def test_the_overview_of_methods_says_as_which_code():
