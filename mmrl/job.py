@@ -38,10 +38,9 @@ from mmrl.report.records import RunRecord, read_run
 from mmrl.report.run import Run, writing
 from mmrl.report.trackers import check_trackers
 from mmrl.rollouts import Sample
-from mmrl.runtime.exits import exits_refused
 from mmrl.runtime.logging import quieten_environment
 from mmrl.runtime.progress import weights_read
-from mmrl.runtime.timed_calls import settings_restored
+from mmrl.runtime.user_code import exits_refused, settings_restored
 from mmrl.settings import plain, sections_in
 from mmrl.settings.origins import WeightsOrigin
 from mmrl.workers.local import without_workers

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from mmrl.runtime.exits import end_at_once
+from mmrl.runtime.user_code import end_at_once
 
 FOLDER = "ranks"  # in the run directory: holds a file for each rank with its `RankState`
 WARNING_SHARE = 0.1  # share of engine.timeout after which a wait is reported

@@ -11,7 +11,7 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
 
-from mmrl.runtime.exits import exits_refused
+from mmrl.runtime.user_code import exits_refused
 
 SCHEDULER = (signal.SIGTERM, signal.SIGUSR1)
 ENDED_IN_C = signal.SIGRTMIN + 11 if sys.platform == "linux" else None  # raised by C's exit() during a training

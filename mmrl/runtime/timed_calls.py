@@ -4,25 +4,21 @@ end."""
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import queue
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from mmrl.errors import UserError, describe_error
+from mmrl.runtime.user_code import settings_restored
 from mmrl.runtime.watchdog import ends_process
 
 Argument = TypeVar("Argument")
 Value = TypeVar("Value")
-
-log = logging.getLogger(__name__)
 
 MAX_STUCK = 8  # threads that still run after their deadline; more of them end the run
 GRACE_S = 10.0  # seconds after the deadline in which this process must have abandoned a call
@@ -148,32 +144,6 @@ class CallingThread:
             _SERVING.discard(threading.get_ident())
 
 
-@contextmanager
-def settings_restored(name: str) -> Iterator[None]:
-    """A context after which torch's default dtype and Python's recursion limit are as before. Logs a warning where the
-    block changed one, the first time for each `name`, which says whose code it is."""
-    dtype, limit = torch.get_default_dtype(), sys.getrecursionlimit()
-    try:
-        yield
-    finally:
-        if (changed := torch.get_default_dtype()) != dtype:
-            torch.set_default_dtype(dtype)
-            _warn(name, "torch's default dtype", changed, dtype)
-        if (number := sys.getrecursionlimit()) != limit:
-            sys.setrecursionlimit(limit)
-            _warn(name, "Python's recursion limit", number, limit)
-
-
-def _warn(name: str, setting: str, value: object, before: object) -> None:
-    """Logs that user code changed a setting, once for each name and setting."""
-    if (name, setting) not in _WARNED:
-        _WARNED.add((name, setting))
-        log.warning(
-            "%s set %s to %s for the whole process; it is set back to %s after each call", name, setting, value, before
-        )
-
-
-_WARNED: set[tuple[str, str]] = set()  # (name, setting) of warnings of `settings_restored` that were logged
 _SERVING: set[int] = set()  # identifiers of the threads that run a user's code
 _PROCESS = [os.getpid()]  # id of this process; in a fork, the parent's id until the hook below has run
 

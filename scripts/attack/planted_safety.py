@@ -16,7 +16,7 @@ R, E, D, Q = (
     "sims/turns/timed.py",
     "mmrl/rewards/parsing/quantities.py",
 )
-J, X, Y = "mmrl/job.py", "mmrl/runtime/exits.py", "mmrl/runtime/watchdog.py"
+J, X, Y = "mmrl/job.py", "mmrl/runtime/user_code.py", "mmrl/runtime/watchdog.py"
 TR = "mmrl/trainer.py"
 COUNT, STATE = ("checkpoints/test_counters.py",), ("runtime/test_settings_restored.py",)
 EXITS, WATCH = ("runtime/test_exits.py",), ("runtime/test_watchdog.py",)
@@ -50,8 +50,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("counters: accuracies so far are forgotten", TR, 'self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]', 'self.bad_steps = state["bad_steps"]', COUNT),
     ("counters: the best accuracy is forgotten", TR, 'self.step, self.best = state["step"], state["best"]', 'self.step = state["step"]', COUNT),
     ("counters: steps that are repeated stay in the metrics", TR, "        self.run.drop_after(self.step)", "        pass", COUNT),
-    ("process: a default dtype stays", G, "torch.set_default_dtype(dtype)", "pass", STATE),
-    ("process: a recursion limit stays", G, "sys.setrecursionlimit(limit)", "pass", STATE),
+    ("process: a default dtype stays", "mmrl/runtime/user_code.py", "torch.set_default_dtype(dtype)", "pass", STATE),
+    ("process: a recursion limit stays", "mmrl/runtime/user_code.py", "sys.setrecursionlimit(limit)", "pass", STATE),
     ("process: rewards change settings", G, ", settings_restored(self._name):", ":", STATE),
     ("process: simulators change settings", "sims/vector/simulator.py", ', settings_restored(f"simulator {self.name}"):', ":", STATE),
     ("safety: a number of thousands of digits loses a game", "sims/turns/cards.py", "len(word) < 10 and ", "", ("sims/test_games.py",)),

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mmrl.errors import UserError, describe_error
-from mmrl.runtime.timed_calls import settings_restored
+from mmrl.runtime.user_code import settings_restored
 from mmrl.sims.vector.checks import (
     SimulatorFault,
     check_facts,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main as cli
-from mmrl.runtime.exits import exits_refused
+from mmrl.runtime.user_code import exits_refused
 from mmrl.tasks.settings import TaskSettings
 from tests.whole_runs.parts import TINY, Fixed, command, metrics, spread, start, wait
 

@@ -8,8 +8,8 @@ import torch
 
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rollouts import Prompt, Sample
-from mmrl.runtime import timed_calls
-from mmrl.runtime.timed_calls import settings_restored
+from mmrl.runtime import user_code
+from mmrl.runtime.user_code import settings_restored
 from mmrl.sims import build
 from tests.sims.line_simulator import Line
 from tests.whole_runs.parts import TINY, command, final, spread, start, wait
@@ -32,7 +32,7 @@ class Doubles(Line):
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
-    monkeypatch.setattr(timed_calls, "_WARNED", set())
+    monkeypatch.setattr(user_code, "_WARNED", set())
     dtype, limit = torch.get_default_dtype(), sys.getrecursionlimit()
     yield
     now = torch.get_default_dtype(), sys.getrecursionlimit()
