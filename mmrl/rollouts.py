@@ -557,12 +557,6 @@ def log_ratio(micro: Rollouts, replay: Replay) -> Tensor:
     return replay.logp - old_logp(micro, replay) if replay.log_ratio is None else replay.log_ratio
 
 
-def mean_advantages(rollouts: Rollouts) -> Tensor:
-    """Returns the mean advantage over the decisions of each rollout, [rollout]; 0 for one without decisions."""
-    advantages = require(rollouts.advantages, "advantages").expand(rollouts.mask.shape)
-    return advantages.where(rollouts.mask, 0).sum(1) / rollouts.mask.sum(1).clamp(min=1)
-
-
 def _select_rows(value: Any, index: Tensor, rows: list[int]) -> Any:
     """Selects rows of one column. index: [n] int64. rows: the same numbers as a list, for columns that are lists."""
     if isinstance(value, list):

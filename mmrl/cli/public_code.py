@@ -121,10 +121,16 @@ REPOSITORIES = {
             "transform of rewards": "best_only",
         },
     ),
-    "vyseian/stable-baselines3-dsrl_dp": Repository("09115c57", equal={"loss term": "q_gradient"}),
     "huggingface/lerobot": Repository(
         "7427f318",
         equal={"algorithm": "soft_actor_critic", "loss term": "q_gradient"},
+        differs={
+            ("algorithm", "soft_actor_critic"): (
+                "the loss of the entropy's weight has the weight there, here its logarithm as in Stable-Baselines3, so "
+                "that its gradient there is the weight times as large; the weight is adapted to further actions at "
+                "the drawn observations there, here to those at the next ones, which are sampled anyway"
+            ),
+        },
     ),
     "IamCreateAI/FlowCPS": Repository(
         "b402c7a3",
@@ -154,6 +160,15 @@ REPOSITORIES = {
             "other policy of kl": "view",
             "scale of advantages": "group_std",
             "surrogate": "clip dual_clip",
+        },
+    ),
+    "nakamotoo/dsrl_pi0": Repository(
+        "7f48937d",
+        differs={
+            ("algorithm", "soft_actor_critic"): (
+                "the mean of the errors of the Q networks there, here their sum; by default it bootstraps from the "
+                "mean of the Q networks and without entropy, here always from the least"
+            ),
         },
     ),
     "NovaSky-AI/SkyRL": Repository(
@@ -238,6 +253,17 @@ REPOSITORIES = {
             "scale of advantages": "group_std",
             "surrogate": "clip dual_clip",
         },
+        differs={
+            ("algorithm", "advantage_conditioned"): (
+                "the whole data set is labelled once there, and a step at the bound itself is good; here the share of "
+                "good steps is of each batch, and its bound moves with the critic. Rewards of N steps plus the "
+                "critic's next value may be compared there, here always the return of the rest of the episode"
+            ),
+            ("algorithm", "soft_actor_critic"): (
+                "the mean of the errors of the Q networks there, here their sum; the entropy's weight is adapted to "
+                "further actions at the drawn observations there, here to those at the next ones"
+            ),
+        },
     ),
     "RockeyCoss/SPO": Repository(
         "27a86428",
@@ -284,6 +310,7 @@ REPOSITORIES = {
         "97000a87",
         equal={"algorithm": "grpo", "surrogate": "clip geometric group_expectation"},
     ),
+    "vyseian/stable-baselines3-dsrl_dp": Repository("09115c57", equal={"loss term": "q_gradient"}),
     "yifan123/flow_grpo": Repository(
         "ac4c86e8",
         equal={"transition": "flow_sde"},

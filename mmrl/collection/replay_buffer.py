@@ -200,10 +200,10 @@ class AdvantageReplay(ExtraSource):
 
     def observe(self, batch: Batch) -> None:
         """Stores the new rollouts of all ranks with a large advantage, in the order of their groups."""
-        from mmrl.rollouts import EXTRA, FRESH, mean_advantages, require
+        from mmrl.rollouts import EXTRA, FRESH, require
 
         rollouts = batch.rollouts
-        origin, advantages = require(rollouts.origin, "origins"), mean_advantages(rollouts)
+        origin, advantages = require(rollouts.origin, "origins"), batch.local(batch.column("advantage"))
         large = (advantages.abs() >= self.least) & ((origin == FRESH) | (origin == EXTRA))
         rows = stored_rows(rollouts.select(large), self._context.policy, logp=True)
         for (_, _, entry), advantage in zip(rows, advantages[large].tolist(), strict=True):

@@ -80,7 +80,7 @@ class QValues(PreparedMeasurement["Column"]):
     rate; entropy: target entropy in nats per number that is sampled for a chunk, of its actions or of the noise of a
     steered head, to which the temperature is adapted, None: fixed; best_of: chunks that the policy samples for each
     observation in play, where the one with the largest Q is executed, None: one; best_by_mean: whether the mean of the
-    networks chooses, None: their least value.
+    networks chooses, and not their least value.
     """
 
     gamma: float
@@ -96,14 +96,14 @@ class QValues(PreparedMeasurement["Column"]):
     temperature_lr: float = 0.0
     entropy: float | None = None
     best_of: int | None = None
-    best_by_mean: bool | None = None
+    best_by_mean: bool = False
     requires: ClassVar[type] = OffPolicyLearning
     cost: ClassVar[str] = "a forward pass of two observations a recorded step, and updates of small networks on the CPU"
 
     @property
     def name(self) -> str:
-        values = vars(self).items()
-        return " ".join(["q_values", *(f"{name}={value:g}" for name, value in values if value is not None)])
+        chosen = {name: value for name, value in vars(self).items() if value is not None and value is not False}
+        return " ".join(["q_values", *(f"{name}={value:g}" for name, value in chosen.items())])
 
     def q_networks(self, modules: AuxiliaryModules, inputs: int, seed: int) -> AuxiliaryModule[QEnsemble]:
         """Returns the Q networks of a run. inputs: size of an encoded observation and chunk together; seed: the run's

@@ -206,6 +206,7 @@ COLUMNS: dict[str, Callable[[Rollouts, Tensor], Tensor]] = {
     "truncated": lambda rollouts, rollout_mask: torch.tensor([float(s.truncated) for s in rollouts.samples]),
     "accuracy": lambda rollouts, rollout_mask: _or_default(rollouts.accuracy, torch.nan, rollouts),
     "origin": lambda rollouts, rollout_mask: _or_default(rollouts.origin, FRESH, rollouts).long(),
+    "advantage": lambda rollouts, rollout_mask: _mean(rollouts.advantages, rollouts),
     "logp": lambda rollouts, rollout_mask: _mean(rollouts.old_logp, rollouts),
     "entropy": lambda rollouts, rollout_mask: _mean(rollouts.old_entropy, rollouts),
     "turns": lambda rollouts, rollout_mask: _count_turns(rollouts, lambda turn: True),

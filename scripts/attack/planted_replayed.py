@@ -4,7 +4,7 @@ occurs once in the file, its replacement, and the tests that should then fail.""
 from __future__ import annotations
 
 R, G = "mmrl/collection/replay_buffer.py", "mmrl/terms/losses/replay_policy_gradient.py"
-D, S, N = "mmrl/terms/masks/decisions.py", "mmrl/collection/extra_sources.py", "mmrl/rollouts.py"
+D, S = "mmrl/terms/masks/decisions.py", "mmrl/collection/extra_sources.py"
 C, P, T = "mmrl/core/credit.py", "mmrl/collection/branches/points.py", "mmrl/algorithms/reward_transforms/"
 L, K, U = "mmrl/terms/shapers/likelihoods.py", "mmrl/algorithms/surrogates/clips.py", "mmrl/prompts/curriculum.py"
 E, TURNS = "mmrl/terms/shapers/entropy.py", ("joints/test_turn_credit.py",)
@@ -33,7 +33,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("small advantages: what is wrong and too long goes too", D, "(truncated & (advantages > 0) & self.truncated)", "(truncated & self.truncated)", LARGE),
     ("small advantages: what is replayed goes too", D, "selected = large | ((origin != FRESH) & (origin != EXTRA))", "selected = large", LARGE),
     ("sources: records of a part are dropped", S, "fresh = with_records(fresh, added)", "pass", LARGE),
-    ("advantages: the mean over all positions", N, "rollouts.mask.sum(1).clamp(min=1)", "rollouts.mask.shape[1]", LARGE),
+    ("advantages: the mean over all positions", "mmrl/protocols/batch.py", "0).sum(1) / rollouts.mask.sum(1)", "0).sum(1) / rollouts.mask.shape[1]", LARGE),
     ("node_gains: every decision is a node", C, "times.where(begins, 0).cummax(0).values", "times", TREES),
     ("node_gains: unknown rewards end a node", C, "(shared[:, 1:] != shared[:, :-1])", "(through[:, 1:] != through[:, :-1])", TREES),
     ("node_gains: the group alone", C, "gain = value - torch.cat([root[None], value])[first] + whole", "gain = value - root + whole", TREES),

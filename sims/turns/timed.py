@@ -19,10 +19,8 @@ class TimedEnvironments:
     """Makes environments and calls them, all in one thread, since a graphics context belongs to one thread."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
-        self._settings, self._calls = (
-            settings,
-            TimedCalls(f"task.{settings.title}", f"task.{settings.title}.isolated: {{}}"),
-        )
+        key = f"task.{settings.title}"
+        self._settings, self._calls = settings, TimedCalls(key, f"{key}.isolated: {{}}")
 
     def make(self) -> Environment:
         return TimedEnvironment(self.call(lambda: self._settings.make()), self)

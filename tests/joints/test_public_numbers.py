@@ -217,8 +217,8 @@ def test_what_is_said_to_be_compared_is_and_the_other_way_round():
             differs.setdefault(key, set()).add(repository)
     windows = {("window", "sliding"): {"Tencent-Hunyuan/MixGRPO"}}
     assert equal == shown(EQUAL, STEPS) | SHOWN_OTHERWISE | robots.SHOWN
-    assert differs == shown(DIFFERENT, STEPS_UP_TO_CONSTANTS) | windows
-    assert set(REPOSITORIES) == set(PUBLIC) | set().union(*robots.SHOWN.values())
+    assert differs == shown(DIFFERENT, STEPS_UP_TO_CONSTANTS) | windows | robots.DIFFERENT
+    assert set(REPOSITORIES) == set(PUBLIC) | set().union(*robots.SHOWN.values(), *robots.DIFFERENT.values())
     assert {*equal, *differs} <= {(base.title, name) for base, name, _ in methods()}
 
 

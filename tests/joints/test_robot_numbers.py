@@ -36,6 +36,10 @@ SHOWN = {
     ("algorithm", "soft_actor_critic"): {"huggingface/lerobot"},
     ("loss term", "q_gradient"): {"huggingface/lerobot", "vyseian/stable-baselines3-dsrl_dp"},
 }
+DIFFERENT = {
+    ("algorithm", "advantage_conditioned"): {"RLinf/RLinf"},
+    ("algorithm", "soft_actor_critic"): {"RLinf/RLinf", "huggingface/lerobot", "nakamotoo/dsrl_pi0"},
+}
 STILL = "members: 2, lr: 1.0e-12, tau: 0.5"  # one update changes no number that is compared
 NOW, NEXT, CHOSEN = 0, 10, 20  # the first feature of a row: its number, plus what the row is of
 

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 class AdvantageConditioned(RecordedSteps):
     """Imitation of recorded steps, including failures, under a prompt with a label (action.labels) that says whether
     the step's return is higher than a critic expects. New episodes are then played under the label of good steps. The
-    critic learns from prompts without a label, which a share of the steps has.
-
-    The share is of each batch, and its bound moves with the critic; RLinf labels the whole data set once, and a step at
-    the bound itself is good there. RLinf may also compare rewards of N steps plus the critic's next value; here it is
-    always the return of the rest of the episode."""
+    critic learns from prompts without a label, which a share of the steps has."""
 
     equation: ClassVar[str] = (
         "-logp(a | s, label) + value_coefficient |expectile - 1[R < V]| (R - V)^2 of steps without a label; good where "

@@ -38,13 +38,7 @@ class SoftActorCritic(Algorithm):
     actions. New episodes are only stored; the policy learns from them later.
 
     A training step learns from the steps that rollout.extras=[stored_steps] draws, in `minibatches` updates of the
-    policy, after `q.updates` updates of the Q networks. With demonstrations as a second source it is RLPD.
-
-    The loss of the entropy's weight has the weight's logarithm, as in Stable-Baselines3; LeRobot's has the weight, so
-    that its gradient is the weight times as large. It is adapted to actions at the next observations, which are sampled
-    anyway; LeRobot and RLinf sample further ones at the drawn observations. RLinf and DSRL's code for pi0 take the mean
-    of the errors of the Q networks, here it is their sum. The code for pi0 bootstraps by default from the mean of the Q
-    networks and without entropy, here always from the least."""
+    policy, after `q.updates` updates of the Q networks. With demonstrations as a second source it is RLPD."""
 
     equation: ClassVar[str] = QGradient.equation
     source: ClassVar[str] = (

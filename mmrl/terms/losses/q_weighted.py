@@ -48,7 +48,7 @@ def with_choice(measurement: QValues, best_of: BestChunk | None) -> QValues:
     """Returns the measurement whose Q networks choose as `best_of` says."""
     if best_of is None:
         return measurement
-    return replace(measurement, best_of=best_of.count, best_by_mean=True if best_of.of == "mean" else None)
+    return replace(measurement, best_of=best_of.count, best_by_mean=best_of.of == "mean")
 
 
 class QNetworks(Section):

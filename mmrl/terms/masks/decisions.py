@@ -117,10 +117,10 @@ class SmallAdvantages(Mask):
         demonstrations are kept."""
         import torch
 
-        from mmrl.rollouts import EXTRA, FRESH, mean_advantages
+        from mmrl.rollouts import EXTRA, FRESH
 
         rollouts = batch.rollouts
-        advantages, truncated = mean_advantages(rollouts), batch.local(batch.column("truncated")) > 0
+        advantages, truncated = batch.local(batch.column("advantage")), batch.local(batch.column("truncated")) > 0
         origin = torch.full((len(rollouts),), FRESH) if rollouts.origin is None else rollouts.origin
         least = torch.tensor(self.extra).where(origin == EXTRA, self.least)
         large = (advantages.abs() >= least) & ~(truncated & (advantages > 0) & self.truncated)
