@@ -119,7 +119,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("noise: one noise for all updates", D, "seed = derive_seed(stream, update)", "seed = stream", NOISE),
     ("noise: one noise for all steps", D, "derive_seed(seed, first + i)", "seed", NOISE),
     ("noise: a step of each rank alone", D, "networks.descend([errors.sum() / count], context.sum)", "networks.descend([errors.sum() / count], lambda x: x)", NOISE),
-    ("noise: the mean of one rank", D, "int(context.sum(torch.tensor(len(observations))))", "len(observations)", NOISE),
+    ("noise: the mean of one rank", D, "int(context.sum(torch.tensor(len(observations))))", "len(observations)", PUBLIC),
     ("noise: the policy climbs Q of actions", D, "return self.noise.networks(modules, inputs, seed)", "return self.values.q_networks(modules, inputs, seed)", NOISE),
     ("noise: the flow's noise in place of the policy's", P, "return SampledNoise(observations, sampled[\"noise\"].float().flatten(1), None, scored)", "return SampledNoise(observations, head.sample_prior(seeds).flatten(1), None, scored)", NOISE),
     ("noise: actions beyond the robot's", P, "            actions = actions.clamp(-1, 1)", "            pass", NOISE),

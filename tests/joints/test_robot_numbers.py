@@ -59,17 +59,18 @@ class Listed(torch.nn.Module):
 
 
 class GivenModules:
-    """Networks of a run by the last word of their name, and the gradients of their updates."""
+    """Networks of a run by the last word of their name, and the gradients of their updates. others: number of rows of
+    other ranks, which have no gradients."""
 
-    def __init__(self, **networks):
-        self.networks, self.sums = networks, []
+    def __init__(self, others=0, **networks):
+        self.networks, self.others, self.sums = networks, others, []
 
     def get(self, name, make, lr):
         return AuxiliaryModule(self.networks.get(name.rpartition(" ")[2]) or make(), lr)
 
     def sum(self, values):
         self.sums.append(values.clone())
-        return values
+        return values + self.others if values.dtype == torch.int64 else values
 
     @property
     def gradients(self):
@@ -258,12 +259,15 @@ def test_the_policy_s_loss(public, of):
         close(actions.grad[:, 0], torch.tensor(slopes) @ torch.tensor(public["actor_gradient_q"]))
 
 
-def test_q_of_the_noise():
-    """Half of each squared error there. The networks of the noise say what those of the policy's actions say above."""
+@pytest.mark.parametrize("others", [0, 15])
+def test_q_of_the_noise(others):
+    """Half of each squared error there. The networks of the noise say what those of the policy's actions say above.
+    The mean is over the observations of all ranks."""
     inputs = SAC["inputs"]
     actor = soft().actor
     distilled = actor.model_copy(update={"q": actor.q.model_copy(update={"noise": NoiseQFunctions()})}).distilled
     modules = GivenModules(
+        others,
         q=ensemble([{"_0": row} for row in inputs["q"]], [{}, {}]),
         noise_q=ensemble([{"_0": row} for row in inputs["policy_q"]], [{}, {}]),
     )
@@ -281,7 +285,7 @@ def test_q_of_the_noise():
     for row, sample in enumerate(micro.samples):
         sample.prompt.metadata["observation"] = row
     found = distilled.measure(micro, context).values
-    close(torch.stack(modules.gradients) / 2, NOISE["gradient"])
+    close(torch.stack(modules.gradients) / 2 * (5 + others) / 5, NOISE["gradient"])
     close(2 * found.mean() / 2, NOISE["loss"])
 
 
