@@ -15,6 +15,10 @@ class Repository:
     differs: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
+WIDER_DIVISOR = (
+    "its divisor is the standard deviation plus 1e-4, here plus 1e-6, so that small differences of rewards keep their "
+    "advantage"
+)
 REPOSITORIES = {
     "volcengine/verl": Repository(
         "b178a3cd",
@@ -49,18 +53,9 @@ REPOSITORIES = {
             "surrogate": "cispo clip dual_clip soft",
         },
         differs={
-            ("scale of advantages", "group_std"): (
-                "its divisor is the standard deviation plus 1e-4, here plus 1e-6, so that small differences of "
-                "rewards keep their advantage"
-            ),
-            ("scale of advantages", "batch_std"): (
-                "its divisor is the standard deviation plus 1e-4, here plus 1e-6, so that small differences of "
-                "rewards keep their advantage"
-            ),
-            ("components", "normalise_each"): (
-                "its divisor is the standard deviation plus 1e-4, here plus 1e-6, so that small differences of "
-                "rewards keep their advantage"
-            ),
+            ("scale of advantages", "group_std"): WIDER_DIVISOR,
+            ("scale of advantages", "batch_std"): WIDER_DIVISOR,
+            ("components", "normalise_each"): WIDER_DIVISOR,
         },
     ),
     "Aiolus-X/RIPO": Repository(
@@ -162,6 +157,22 @@ REPOSITORIES = {
             "surrogate": "clip dual_clip",
         },
     ),
+    "modelscope/ms-swift": Repository(
+        "3602360a",
+        equal={
+            "algorithm": "grpo",
+            "baseline": "leave_one_out mean",
+            "components": "normalise_each",
+            "loss term": "kl",
+            "mask": "entropy_share",
+            "scale of advantages": "none",
+            "surrogate": "cispo clip dual_clip soft",
+        },
+        differs={
+            ("scale of advantages", "group_std"): WIDER_DIVISOR,
+            ("scale of advantages", "batch_std"): WIDER_DIVISOR,
+        },
+    ),
     "nakamotoo/dsrl_pi0": Repository(
         "7f48937d",
         differs={
@@ -220,6 +231,7 @@ REPOSITORIES = {
         "3c3be623",
         equal={"algorithm": "grpo preference", "loss term": "kl", "surrogate": "clip dual_clip"},
     ),
+    "opendilab/LightRFT": Repository("49e62cb6", equal={"surrogate": "clip log_clip"}),
     "Optimization-AI/DisCO": Repository(
         "bd2b0781",
         equal={"algorithm": "discriminative"},

@@ -134,6 +134,8 @@ CONFIGURATIONS = {
         ),
         {("surrogate", "divergence_mask"), ("other policy of kl", "old")},
     ),
+    "log_clip": (plain("surrogate: {type: log_clip, low: 0.2, high: 0.2}", MEAN), {("surrogate", "log_clip")}),
+    "clip of sequences, 0.2": (plain("surrogate: {type: clip, low: 0.2, high: 0.2}", MEAN), {("surrogate", "clip")}),
     "sqrt_clip": (plain("surrogate: {type: sqrt_clip, cap: 1.5}"), {("surrogate", "sqrt_clip")}),
     "sqrt_clip unequal": (plain("surrogate: {type: sqrt_clip, low: 0.02, high: 0.01}"), {("surrogate", "sqrt_clip")}),
     "gepo": (
@@ -270,6 +272,24 @@ EQUAL = {
         "_compute_loss loss_type=gmpo": "gmpo",
     },
 }
+SWIFT = "_compute_loss_and_metrics loss_type="
+EQUAL["modelscope/ms-swift"] = {
+    f"{SWIFT}grpo": "clip of sequences",
+    f"{SWIFT}bnpo": "clip",
+    f"{SWIFT}dapo": "clip",
+    f"{SWIFT}dapo delta=1.5": "dual_clip",
+    f"{SWIFT}dr_grpo": "constant",
+    f"{SWIFT}grpo importance_sampling_level=sequence": "gspo",
+    f"{SWIFT}bnpo importance_sampling_level=sequence_token": "gspo of tokens",
+    f"{SWIFT}cispo epsilon_high=1.28": "cispo above alone",
+    f"{SWIFT}sapo": "sapo",
+    f"{SWIFT}bnpo beta=1": "kl k3",
+    f"{SWIFT}dapo top_entropy_quantile=0.5": "entropy_share",
+    "compute_advantages grpo scale_rewards=none": "dr_grpo",
+    "compute_advantages rloo scale_rewards=none": "rloo",
+    "compute_advantages grpo scale_rewards=gdpo": "gdpo",
+}
+EQUAL["opendilab/LightRFT"] = {"PolicyLoss use_cpg_loss=True": "log_clip", "PolicyLoss": "clip of sequences, 0.2"}
 EQUAL["OpenRLHF/OpenRLHF"]["DPOLoss beta=0.3"] = "preference"
 EQUAL["allenai/open-instruct"]["dpo_loss beta=0.3"] = "preference"
 EQUAL["MikeWangWZHL/PAPO"]["kl_prcp_loss kl_prcp_clipping=0.2 kl_prcp_coef=0.5"] = "view"
@@ -342,6 +362,7 @@ EQUAL |= {
 }
 # Losses whose value is of another form with the same gradient: minus A sg(r) logp there, minus A sg(r) r / sg(r) here.
 GRADIENT_ALONE = {"cispo", "cispo above alone", "reinforce", "gpg", "dft", "mirror_descent", "disco", "disco of ratios"}
+GRADIENT_ALONE |= {"log_clip"}  # A log p there, A (log p - log old p) here
 # By repository and function: the configuration whose numbers differ; `mmrl methods` says how, and why.
 DIFFERENT = {
     "volcengine/verl": {
@@ -356,6 +377,10 @@ DIFFERENT = {
         "scale_rewards=group": "group_std",
         "scale_rewards=batch": "batch_std",
         "multi_objective_aggregation=normalize_then_sum": "gdpo",
+    },
+    "modelscope/ms-swift": {
+        "compute_advantages grpo scale_rewards=group": "group_std",
+        "compute_advantages grpo scale_rewards=batch": "batch_std",
     },
     "NVIDIA-NeMo/RL": {
         "ReinforcePlusPlusAdvantageEstimator": "reinforce++ baseline",

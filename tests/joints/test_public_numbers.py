@@ -237,12 +237,13 @@ def test_mmrl_methods_names_public_code_and_differences():
     assert f"  equal by value to {public} (tests/joints/test_*_numbers.py)" in by_covariance
     assert any(line.startswith(f"  differs from {public}: equal at the first update") for line in by_covariance)
     sapo = "volcengine/verl@b178a3cd, huggingface/trl@f2cd5771, hiyouga/EasyR1@b44b311b, inclusionAI/AReaL@4aef98d8, "
-    assert f"  equal by value to {sapo}NovaSky-AI/SkyRL@a9564572 (tests" in "\n".join(describe_methods("soft"))
-    assert not any("equal by value" in line or "differs" in line for line in describe_methods("log_clip"))
+    others = "modelscope/ms-swift@3602360a, NovaSky-AI/SkyRL@a9564572"
+    assert f"  equal by value to {sapo}{others} (tests" in "\n".join(describe_methods("soft"))
+    assert not any("equal by value" in line or "differs" in line for line in describe_methods("tapered"))
     assert "RIPO" not in "".join(describe_methods("clip"))  # it has sqrt_clip alone
 
 
 def test_the_overview_of_methods_says_as_which_code():
     notes = {line.split()[0]: line.rpartition(" (")[2] for line in describe_methods(None) if " (as " in line}
     assert notes["sqrt_clip"] == "as RIPO)" and notes["geometric"] == "as verl and 2 others)"
-    assert notes["divergence_mask"] == "as SkyRL and 1 other)" and "log_clip" not in notes
+    assert notes["divergence_mask"] == "as SkyRL and 1 other)" and "tapered" not in notes
