@@ -1,5 +1,5 @@
-"""Public code whose numbers tests compare with those of mmrl: `tests/joints/public_numbers.json` and
-`robot_numbers.json` hold them, and `tests/joints/test_public_numbers.py` checks that this table names what is
+"""Public code whose numbers tests compare with those of mmrl: `tests/joints/*_numbers.json` hold
+them, and `tests/joints/test_public_numbers.py` checks that this table names what is
 compared."""
 
 from dataclasses import dataclass, field
@@ -23,9 +23,9 @@ REPOSITORIES = {
     "volcengine/verl": Repository(
         "b178a3cd",
         equal={
-            "advantage shaper": "whitening",
+            "advantage shaper": "token_baseline whitening",
             "algorithm": "grpo ppo",
-            "baseline": "leave_one_out length_weighted mean none",
+            "baseline": "greedy leave_one_out length_weighted mean none",
             "loss term": "kl",
             "scale of advantages": "group_std none",
             "surrogate": "cispo clip dual_clip geometric reinforce soft",
@@ -58,6 +58,7 @@ REPOSITORIES = {
             ("components", "normalise_each"): WIDER_DIVISOR,
         },
     ),
+    "597358816/EFRame": Repository("173b698f", equal={"mask": "small_advantages", "source": "advantage_replay"}),
     "Aiolus-X/RIPO": Repository(
         "6482fd66",
         equal={"surrogate": "sqrt_clip"},
@@ -143,10 +144,12 @@ REPOSITORIES = {
         "1958463f",
         equal={"transition": "ddim"},
     ),
+    "liziniu/ReMax": Repository("536ba49c", equal={"baseline": "greedy"}),
     "longmalongma/TW-GRPO": Repository(
         "aa529ffc",
         equal={"advantage shaper": "divergence_weight"},
     ),
+    "McGill-NLP/VinePPO": Repository("efe72284", equal={"advantage shaper": "segment_values"}),
     "MikeWangWZHL/PAPO": Repository(
         "fb63bf45",
         equal={
@@ -171,6 +174,16 @@ REPOSITORIES = {
         differs={
             ("scale of advantages", "group_std"): WIDER_DIVISOR,
             ("scale of advantages", "batch_std"): WIDER_DIVISOR,
+        },
+    ),
+    "multimodal-art-projection/TreePO": Repository(
+        "f0555239",
+        equal={"advantage shaper": "subtree_advantages"},
+        differs={
+            ("advantage shaper", "subtree_advantages"): (
+                "equal where sets of rollouts branch at each segment; a set that does not branch within a segment "
+                "counts once more there, here once"
+            ),
         },
     ),
     "nakamotoo/dsrl_pi0": Repository(
@@ -250,6 +263,7 @@ REPOSITORIES = {
             ),
         },
     ),
+    "PRIME-RL/PRIME": Repository("18ad596f", equal={"advantage shaper": "implicit_process"}),
     "PRIME-RL/SimpleVLA-RL": Repository(
         "7c51662d",
         equal={"algorithm": "grpo", "scale of advantages": "group_std", "surrogate": "clip"},
@@ -297,6 +311,15 @@ REPOSITORIES = {
         "be513723",
         equal={"likelihood": "matching"},
     ),
+    "SiliangZeng/Multi-Turn-RL-Agent": Repository(
+        "7dbdd08b",
+        differs={
+            ("advantage shaper", "turn_returns"): (
+                "its divisors are standard deviations plus 1e-4, here plus 1e-6; a rollout without a call of the tool "
+                "gets the advantage of the sum of both rewards there, here those of its turn and of its outcome"
+            ),
+        },
+    ),
     "Tencent-Hunyuan/MixGRPO": Repository(
         "e5cdd6a4",
         equal={"transition": "flow_sde"},
@@ -310,6 +333,29 @@ REPOSITORIES = {
             ),
         },
     ),
+    "THUDM/TreeRL": Repository(
+        "f0edbea6",
+        differs={
+            ("advantage shaper", "node_gains"): (
+                "without division by leaves its values are G / (G - 1) times those with whole=1, since it compares "
+                "each leaf with the group's other leaves; with it, the value of each node is divided by the root of "
+                "its own number of leaves before differences are taken there, here the difference is divided, as in "
+                "the paper; a mean over tokens is subtracted there, and a gain of 0 is replaced by that of the node "
+                "before"
+            ),
+        },
+    ),
+    "tulerfeng/Video-R1": Repository(
+        "59d65c34",
+        equal={"transform of rewards": "view_contrast"},
+        differs={
+            ("transform of rewards", "view_contrast"): (
+                "equal where answers are right or wrong; of graded ones all above 0.1 get the bonus there, here those "
+                "with accuracy 1"
+            ),
+        },
+    ),
+    "turboLJY/FSPO": Repository("3e21fbe9", equal={"advantage shaper": "span_signs"}),
     "THUDM/slime": Repository(
         "624b824a",
         equal={"algorithm": "grpo", "loss term": "kl", "surrogate": "cispo clip dual_clip"},

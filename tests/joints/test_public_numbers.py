@@ -17,6 +17,7 @@ from mmrl.samplers.score import chain_likelihood, matching_likelihood
 from mmrl.samplers.settings import DenoisingTransition, Window
 from mmrl.samplers.transitions import Coefficients
 from mmrl.settings import choose
+from tests.joints import test_credit_numbers as credit
 from tests.joints import test_robot_numbers as robots
 from tests.joints.parts import Table, close, steps
 from tests.joints.public_cases import (
@@ -31,6 +32,7 @@ from tests.joints.public_cases import (
     STEPS_UP_TO_CONSTANTS,
 )
 
+OTHERS = (credit,)  # tests with numbers of their own, by repository
 CASES = [
     (repository, function, ours)
     for table in (EQUAL, DIFFERENT)
@@ -204,11 +206,21 @@ def shown(table, steps):
     return found
 
 
+def joined(*tables):
+    """The repositories of all tables, by title and name of a method."""
+    found = {}
+    for table in tables:
+        for key, repositories in table.items():
+            found.setdefault(key, set()).update(repositories)
+    return found
+
+
 def test_what_is_said_to_be_compared_is_and_the_other_way_round():
     equal, differs = {}, {}
-    elsewhere = {name.replace("_", "/", 1): public for name, public in robots.PUBLIC.items()}
+    files = [PUBLIC, {name.replace("_", "/", 1): public for name, public in robots.PUBLIC.items()}]
+    files += [other.PUBLIC for other in OTHERS]
     for repository, code in REPOSITORIES.items():
-        commits = {public[repository]["commit"][:8] for public in (PUBLIC, elsewhere) if repository in public}
+        commits = {public[repository]["commit"][:8] for public in files if repository in public}
         assert commits == {code.commit}
         for title, names in code.equal.items():
             for name in names.split():
@@ -216,9 +228,11 @@ def test_what_is_said_to_be_compared_is_and_the_other_way_round():
         for key in code.differs:
             differs.setdefault(key, set()).add(repository)
     windows = {("window", "sliding"): {"Tencent-Hunyuan/MixGRPO"}}
-    assert equal == shown(EQUAL, STEPS) | SHOWN_OTHERWISE | robots.SHOWN
-    assert differs == shown(DIFFERENT, STEPS_UP_TO_CONSTANTS) | windows | robots.DIFFERENT
-    assert set(REPOSITORIES) == set(PUBLIC) | set().union(*robots.SHOWN.values(), *robots.DIFFERENT.values())
+    tests = [robots, *OTHERS]
+    assert equal == joined(shown(EQUAL, STEPS), SHOWN_OTHERWISE, *(test.SHOWN for test in tests))
+    of_chains = shown(DIFFERENT, STEPS_UP_TO_CONSTANTS)
+    assert differs == joined(of_chains, windows, *(test.DIFFERENT for test in tests))
+    assert set(REPOSITORIES) == set().union(*equal.values(), *differs.values()) == set().union(*files)
     assert {*equal, *differs} <= {(base.title, name) for base, name, _ in methods()}
 
 
