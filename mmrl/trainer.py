@@ -21,7 +21,7 @@ from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import checkpoint_score, evaluate
 from mmrl.generation.correction import apply_correction
 from mmrl.monitors.guards import Guards
-from mmrl.protocols.checks import check_loss, check_values, noting_columns
+from mmrl.protocols.checks import check_loss, check_pair, check_values, noting_columns
 from mmrl.protocols.measurement import ReplayedContext
 from mmrl.protocols.parts import ExplainingTask, Policy, RewardingTask, SyncedGenerator, Task
 from mmrl.report.run import Run
@@ -183,15 +183,15 @@ class Trainer:
         stats = {} if micro.behaviour_logp is None else apply_correction(micro, replay, self.config.correction)
         weigh_objective(micro, replay)
         reduce = self.algorithm.reduction(micro, totals, self.policy.max_decisions, replay.logp.device)
-        loss, loss_stats = self.algorithm.objective(micro, replay, reduce)
         key = f"algorithm.type={self.algorithm.type}"
+        loss, loss_stats = check_pair(key, self.algorithm.objective(micro, replay, reduce))
         check_loss(key, loss)
         parts = {f"loss of {key}": loss}
         stats |= loss_stats
         for i, term in enumerate(self.algorithm.terms):
             key = f"algorithm.terms.{i} ({term.type})"
             with noting_columns(key, micro=micro, replay=replay):
-                values, term_stats = term.values(micro, replay)
+                values, term_stats = check_pair(key, term.values(micro, replay))
             check_values(key, values, micro.mask.shape)
             parts[key] = reduce(values)
             # Two terms may report a statistic of the same name.

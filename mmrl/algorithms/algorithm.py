@@ -244,10 +244,12 @@ class Algorithm(Choice):
 
         Override it if values and reduction are computed in one pass, or if there are several losses.
         """
-        from mmrl.protocols.checks import check_values
+        from mmrl.protocols.checks import check_pair, check_values, noting_columns
 
-        values, stats = self.loss(micro, replay)
-        check_values(f"algorithm.type={self.type}", values, micro.mask.shape)
+        key = f"algorithm.type={self.type}"
+        with noting_columns(key, micro=micro, replay=replay):
+            values, stats = check_pair(key, self.loss(micro, replay))
+        check_values(key, values, micro.mask.shape)
         return reduction(values if replay.weight is None else values * replay.weight), stats
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:

@@ -54,12 +54,16 @@ class View(Choice):
 
     def changed(self, prompt: Prompt, step: int = 0) -> Prompt:
         """Returns the prompt under this view at a training step. Raises UserError if `change` does not return a
-        Prompt."""
+        Prompt; its exceptions get a note that names the view and the prompt."""
         from dataclasses import replace
 
         from mmrl.rollouts import Prompt
 
-        changed = self.at(step).change(prompt)
+        try:
+            changed = self.at(step).change(prompt)
+        except Exception as error:
+            error.add_note(f"raised by change() of view.type={self.type} for prompt {prompt.id}")
+            raise
         if not isinstance(changed, Prompt):
             raise UserError(
                 f"view.type={self.type}: change() returned {type(changed).__name__} for prompt {prompt.id}; expected a "

@@ -33,6 +33,15 @@ def noting_columns(key: str, **records: Record | Replay) -> Iterator[None]:
         raise
 
 
+def check_pair(key: str, result: object) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns `result` if it is a pair of values and a mapping of statistics. Raises UserError with the key otherwise.
+    The two members are checked elsewhere."""
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        kind = type(result).__name__
+        raise UserError(f"{key} gave {kind}; expected values and a mapping of statistics: return values, {{}}")
+    return result
+
+
 def check_values(key: str, values: object, shape: torch.Size, *, finite: bool = False) -> None:
     """Raises UserError unless `values` is a floating-point tensor of this shape, usually [rollout, decision]. finite:
     whether NaN and infinite values raise too."""

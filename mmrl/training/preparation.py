@@ -292,10 +292,12 @@ class Preparation:
     def set_advantages(self, batch: Batch) -> None:
         """Computes the advantages by the algorithm and its shapers, and applies the masks of decisions."""
         rollouts, algorithm = batch.rollouts, self.algorithm
-        advantages, shape = algorithm.advantages(batch), rollouts.mask.shape
+        key, shape = f"algorithm.type={algorithm.type}", rollouts.mask.shape
+        with noting_columns(key, rollouts=rollouts):
+            advantages = algorithm.advantages(batch)
         if isinstance(advantages, Tensor) and advantages.shape == shape[:1]:
             advantages = advantages[:, None].expand(shape)
-        check_values(f"algorithm.type={algorithm.type}", advantages, shape, finite=True)
+        check_values(key, advantages, shape, finite=True)
         if rollouts.filler is not None:
             advantages = advantages.masked_fill(rollouts.filler[:, None], 0.0)
         if algorithm.shapers:

@@ -10,8 +10,10 @@ from mmrl.algorithms.grouped import GroupedAlgorithm
 from mmrl.algorithms.surrogates.surrogate import Surrogate
 from mmrl.errors import UserError
 from mmrl.prompts.views import View
+from mmrl.rollouts import Prompt
 from mmrl.samplers.settings import FlowSDE
 from mmrl.samplers.transitions import Coefficients
+from mmrl.settings import make
 from mmrl.terms.term import Mask, Shaper, Term
 from tests.joints.parts import Table, close
 
@@ -88,12 +90,39 @@ class Words(View):
         return prompt.text
 
 
+class Alone(GroupedAlgorithm):
+    def loss(self, micro, replay):
+        return replay.logp * micro.advantages
+
+
+class AloneTerm(Term):
+    def values(self, micro, replay):
+        return replay.logp
+
+
+class AloneSurrogate(Surrogate):
+    def values(self, log_ratio, advantages, micro, replay):
+        return [log_ratio * advantages, {}]
+
+
+class Both(GroupedAlgorithm):
+    def loss(self, micro, replay):
+        return replay.logp, {}
+
+    def objective(self, micro, replay, reduction):
+        return reduction(replay.logp)
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
         ("algorithm.type={}:Flat", r"algorithm.type={}:Flat gave values of shape \[\]; expected \[4, 3\], by decision"),
         ("algorithm.type={}:Transposed", r"gave values of shape \[3, 4\]; expected \[4, 3\], by decision"),
         ("algorithm.type={}:Numberless", r"algorithm.type={}:Numberless gave float; expected a tensor of shape"),
+        ("algorithm.type={}:Alone", "algorithm.type={}:Alone gave Tensor; expected values and a mapping of statistics"),
+        ("algorithm.type={}:Both", "algorithm.type={}:Both gave Tensor; expected values and a mapping of statistics"),
+        ("algorithm.terms=['{}:AloneTerm']", r"algorithm.terms.0 \({}:AloneTerm\) gave Tensor; expected values and"),
+        ("algorithm.surrogate={}:AloneSurrogate", "algorithm.surrogate={}:AloneSurrogate gave list; expected values"),
         ("algorithm.type={}:Constant", "algorithm.type={}:Constant gave a loss without a gradient"),
         ("algorithm.type={}:ByPrompt", r"the statistic own gave values of shape \[4\]; expected \[4, 3\]"),
         ("algorithm.type={}:Wide", r"algorithm.type={}:Wide gave values of shape \[4, 7\]; expected \[4, 3\]"),
@@ -173,9 +202,26 @@ class NearBefore(Term):
         return replay.logp, {}
 
 
+class OldRatio(GroupedAlgorithm):
+    """Reads log-probabilities that are None in the first update of a step."""
+
+    def loss(self, micro, replay):
+        return (replay.logp - micro.old_logp) * micro.advantages, {}
+
+
+class OldAdvantages(GroupedAlgorithm):
+    def advantages(self, batch):
+        return batch.rollouts.old_entropy * 1.0
+
+    def loss(self, micro, replay):
+        return replay.logp, {}
+
+
 @pytest.mark.parametrize(
     ("part", "key", "reads"),
     [
+        ("type={}:OldRatio", "algorithm.type={}:OldRatio", "micro has .*advantages.*; replay has logp"),
+        ("type={}:OldAdvantages", "algorithm.type={}:OldAdvantages", "rollouts has .*rewards"),
         ("surrogate={}:Doubting", "algorithm.surrogate={}:Doubting", "micro has .*old_logp.*; replay has logp"),
         ("surrogate={}:DoubtingBefore", "algorithm.surrogate={}:DoubtingBefore", "rollouts has .*advantages"),
         ("shaping=[whitening, '{}:Entropic']", r"algorithm.shaping.1 \({}:Entropic\)", "rollouts has .*rewards"),
@@ -188,13 +234,25 @@ class NearBefore(Term):
 def test_a_part_that_reads_a_column_which_is_not_there_is_named(given, part, key, reads):
     entropy = {"entropy": [[1.0] * 3] * 4} if "entropy" in part else {}
     table = Table([[-1.0, -2.0, -0.5]] * 4, group=[0, 0, 1, 1], rewards=[1.0, 0.0, 1.0, 0.0], **entropy)
-    made = given(table, f"algorithm={{type: grpo, epochs: 2, {part.format(HERE).replace('=', ': ', 1)}}}")
+    whole = "" if part.startswith("type") else "type: grpo, epochs: 2, "
+    made = given(table, f"algorithm={{{whole}{part.format(HERE).replace('=', ': ', 1)}}}")
     with pytest.raises((TypeError, AttributeError, AssertionError)) as raised:
         made.prepare()
         made.learn()
     (note,) = raised.value.__notes__
     assert re.match(f"raised in {key.format(HERE)}. {reads}.*Other columns are None unless", note), note
     assert "None" in str(raised.value) or "no part requested" in str(raised.value)
+
+
+class Blind(View):
+    def change(self, prompt):
+        raise ValueError("no image here")
+
+
+def test_a_view_that_raises_is_named_with_its_prompt():
+    with pytest.raises(ValueError, match="^no image here") as raised:
+        make(Blind, {"type": f"{HERE}:Blind"}).changed(Prompt("7", "How many?"))
+    assert raised.value.__notes__ == [f"raised by change() of view.type={HERE}:Blind for prompt 7"]
 
 
 class Short(FlowSDE):

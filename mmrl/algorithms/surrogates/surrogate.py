@@ -83,10 +83,11 @@ class Surrogate(Choice):
         self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, reduction: Reduction
     ) -> Result:
         """Computes the reduced values, 0-d, and statistics [rollout, decision]. Arguments as in `values`."""
-        from mmrl.protocols.checks import check_values
+        from mmrl.protocols.checks import check_pair, check_values
 
-        values, stats = self.values(log_ratio, advantages, micro, replay)
-        check_values(f"algorithm.surrogate={self.type}", values, micro.mask.shape)
+        key = f"algorithm.surrogate={self.type}"
+        values, stats = check_pair(key, self.values(log_ratio, advantages, micro, replay))
+        check_values(key, values, micro.mask.shape)
         return reduction(values if replay.weight is None else values * replay.weight), stats
 
 
