@@ -45,14 +45,19 @@ REPOSITORIES = {
     "huggingface/trl": Repository(
         "f2cd5771",
         equal={
-            "algorithm": "grpo reweighted_supervised",
+            "algorithm": "distillation grpo mixed_preference preference reweighted_supervised",
             "baseline": "mean",
+            "estimator of distillation": "full",
             "loss term": "kl",
             "mask": "entropy_share",
             "scale of advantages": "none",
             "surrogate": "cispo clip dual_clip soft",
         },
         differs={
+            ("algorithm", "mixed_preference"): (
+                "equal for a batch of one pair; of several, the generation loss is a mean over the tokens of all "
+                "chosen responses there, here the mean over pairs of each response's mean, as in the paper"
+            ),
             ("scale of advantages", "group_std"): WIDER_DIVISOR,
             ("scale of advantages", "batch_std"): WIDER_DIVISOR,
             ("components", "normalise_each"): WIDER_DIVISOR,
@@ -63,6 +68,7 @@ REPOSITORIES = {
         "6482fd66",
         equal={"surrogate": "sqrt_clip"},
     ),
+    "akanazawa/fpo": Repository("418c2554", equal={"algorithm": "matching", "likelihood": "matching"}),
     "alibaba/ROLL": Repository(
         "8eb27cc2",
         equal={"loss term": "kl", "surrogate": "cispo clip dual_clip mirror_descent reinforce"},
@@ -75,6 +81,7 @@ REPOSITORIES = {
         "e096da8c",
         equal={"advantage shaper": "signal_correction", "surrogate": "reinforce"},
     ),
+    "apple/ml-diffucoder": Repository("f735e013", equal={"likelihood of a masked response": "coupled"}),
     "callsys/GMPO": Repository(
         "205b2bf4",
         equal={"surrogate": "geometric"},
@@ -87,6 +94,7 @@ REPOSITORIES = {
         "3e787f6d",
         equal={"transition": "dance_sde flow_sde"},
     ),
+    "dllm-reasoning/d1": Repository("837888f2", equal={"likelihood of a masked response": "one_step"}),
     "ElliottYan/LUFFY": Repository(
         "01f4ae06",
         equal={"algorithm": "grpo", "scale of advantages": "group_std", "surrogate": "guided"},
@@ -160,6 +168,10 @@ REPOSITORIES = {
             "surrogate": "clip dual_clip",
         },
     ),
+    "ML-GSAI/LLaDA": Repository(
+        "b7e6c356",
+        equal={"likelihood of a masked response": "elbo", "order of unmasking": "confidence"},
+    ),
     "modelscope/ms-swift": Repository(
         "3602360a",
         equal={
@@ -172,6 +184,10 @@ REPOSITORIES = {
             "surrogate": "cispo clip dual_clip soft",
         },
         differs={
+            ("estimator of distillation", "sampled"): (
+                "equal at the first update of a step; at later ones its log-ratio to the teacher is that of the policy "
+                "that sampled, as an advantage with PPO's clip, here that of the present policy, without a clip"
+            ),
             ("scale of advantages", "group_std"): WIDER_DIVISOR,
             ("scale of advantages", "batch_std"): WIDER_DIVISOR,
         },
@@ -272,6 +288,7 @@ REPOSITORIES = {
         "559b4477",
         equal={"other policy of kl": "old", "surrogate": "divergence_mask"},
     ),
+    "ReinFlow/ReinFlow": Repository("aed28193", equal={"likelihood": "learned"}),
     "RLinf/RLinf": Repository(
         "a3816b59",
         equal={
@@ -360,6 +377,7 @@ REPOSITORIES = {
         "624b824a",
         equal={"algorithm": "grpo", "loss term": "kl", "surrogate": "cispo clip dual_clip"},
     ),
+    "xingzhejun/GCPO": Repository("ea6cc4d7", equal={"algorithm": "grpo"}),
     "XueZeyue/DanceGRPO": Repository(
         "15cc71d5",
         equal={"transition": "dance_sde"},

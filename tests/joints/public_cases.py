@@ -75,6 +75,10 @@ CONFIGURATIONS = {
     "gdpo": (grpo("components: normalise_each"), {("components", "normalise_each")}),
     "dft": ("algorithm={type: reweighted_supervised}", {("algorithm", "reweighted_supervised")}),
     "preference": ("algorithm={type: preference, beta: 0.3}", {("algorithm", "preference")}),
+    "preference mixed": (
+        "algorithm={type: mixed_preference, beta: 0.3, preference: 0.8, quality: 0.2, generation: 1.0}",
+        {("algorithm", "mixed_preference")},
+    ),
     "stepwise": (
         "algorithm={type: stepwise_preference, beta: 2.0}",
         {("algorithm", "stepwise_preference")},
@@ -154,6 +158,7 @@ CONFIGURATIONS = {
     **{f"kl {estimator}": (kl(estimator), {("loss term", "kl")}) for estimator in ("k1", "absolute", "k2", "k3")},
 }
 VANILLA = "compute_policy_loss_vanilla clip_ratio_c=1e9"
+MPO = "_compute_loss loss_type=[sigmoid,bco_pair,sft] beta=0.3"
 OFF_POLICY = "compute_token_on_off_policy_loss off_policy_reshape=p_div_p_"
 # By repository and function: the configuration with the same numbers.
 EQUAL = {
@@ -307,6 +312,8 @@ EQUAL |= {
         "_compute_loss loss_type=dapo top_entropy_quantile=0.5": "entropy_share",
         "scale_rewards=none": "dr_grpo",
         "dft_loss": "dft",
+        "_compute_loss loss_type=sigmoid beta=0.3": "preference",
+        f"{MPO} of a pair": "preference mixed",
     },
     "NVIDIA-NeMo/RL": {
         "ClippedPGLossFn": "clip",
@@ -377,6 +384,7 @@ DIFFERENT = {
         "scale_rewards=group": "group_std",
         "scale_rewards=batch": "batch_std",
         "multi_objective_aggregation=normalize_then_sum": "gdpo",
+        MPO: "preference mixed",
     },
     "modelscope/ms-swift": {
         "compute_advantages grpo scale_rewards=group": "group_std",

@@ -18,6 +18,7 @@ from mmrl.samplers.settings import DenoisingTransition, Window
 from mmrl.samplers.transitions import Coefficients
 from mmrl.settings import choose
 from tests.joints import test_credit_numbers as credit
+from tests.joints import test_likelihood_numbers as likelihoods
 from tests.joints import test_robot_numbers as robots
 from tests.joints.parts import Table, close, steps
 from tests.joints.public_cases import (
@@ -32,7 +33,7 @@ from tests.joints.public_cases import (
     STEPS_UP_TO_CONSTANTS,
 )
 
-OTHERS = (credit,)  # tests with numbers of their own, by repository
+OTHERS = (credit, likelihoods)  # tests with numbers of their own, by repository
 CASES = [
     (repository, function, ours)
     for table in (EQUAL, DIFFERENT)
