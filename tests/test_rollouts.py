@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from PIL import Image
 
 from mmrl.rollouts import (
     Column,
@@ -12,6 +13,7 @@ from mmrl.rollouts import (
     Rollouts,
     Sample,
     Steps,
+    Video,
     fill_in_columns,
     fill_in_nodes,
     pad_to_longest,
@@ -155,3 +157,9 @@ def test_all_decisions_of_a_step_have_its_value():
     mask = torch.ones(2, 2, dtype=torch.bool)
     by_decision = Steps(mask, values, values, mask, values).by_decision(values, 6)
     assert by_decision.tolist() == [[1, 1, 1, 2, 2, 2], [3, 3, 3, 4, 4, 4]]
+
+
+def test_a_clip_lasts_as_long_as_all_of_its_frames():
+    """Six frames, four a second: the last one is shown for a quarter of a second too."""
+    times = Video((Image.new("RGB", (2, 2)),) * 6, fps=4.0).times()
+    assert times == {"total_num_frames": 6, "fps": 4.0, "duration": 1.5, "frames_indices": [0, 1, 2, 3, 4, 5]}

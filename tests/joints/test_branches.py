@@ -55,6 +55,25 @@ def test_a_group_branches_where_it_is_uncertain(given):
     assert made.metrics.result()["loss"] == pytest.approx(-sum(-a for row in counted for a in row) / 15, abs=1e-6)
 
 
+def test_a_branch_keeps_what_the_engine_gave_its_parent(given):
+    """Row 2 keeps two decisions of row 0 and row 3 three: as sampled then. The others are as the engine samples them
+    now, -100 and below."""
+    made = grown(given)
+    policy = made.trainer.policy
+    sample, go_on = policy.rollout, policy.continue_from
+
+    def measured(rollouts, first):
+        shape = rollouts.mask.shape
+        rollouts.behaviour_logp = first - torch.arange(float(shape.numel())).view(shape)
+        return rollouts
+
+    policy.rollout = lambda *inputs, **options: measured(sample(*inputs, **options), 0.0)
+    policy.continue_from = lambda *inputs: measured(go_on(*inputs), -100.0)
+    found = made.next().behaviour_logp
+    close(found[:2], [[0, -1, -2, -3, -4], [-5, -6, -7, -8, -9]])
+    close(found[2:], [[0, -1, -102, -103, -104], [0, -1, -2, -108, -109]])
+
+
 def test_shared_decisions_get_the_mean_of_the_advantages(given):
     """The rollouts' own are a half, less a half twice, and a half: three share two decisions, two the third."""
     made = grown(given, "", "algorithm.shaping=[{type: prefix_mean, scale: none}]")

@@ -308,6 +308,22 @@ def groups_of(rollouts):
     return [int(sample.response) // 2 for sample in rollouts.samples[::2]]
 
 
+def test_a_batch_made_ahead_is_told_the_step_that_trains_on_it(given):
+    """Step 0 is made in time, 1 and 2 together, then 3; what counts is the step, not when it is made."""
+    made = two_ahead(given, "steps=4")
+    policy, told = made.trainer.policy, []
+    sample = policy.rollout
+
+    def rollout(prompts, group_size, seeds, *, step):
+        told.append(step)
+        return sample(prompts, group_size, seeds, step=step)
+
+    policy.rollout = rollout
+    for step in range(4):
+        made.next(step)
+    assert told == [0, 1, 2, 3]
+
+
 def test_prompts_of_all_batches_in_the_making_are_drawn_at_once(given):
     """What a sampler hears of meanwhile is for those that are drawn later."""
     made = two_ahead(given)

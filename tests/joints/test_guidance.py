@@ -117,6 +117,15 @@ def test_weights_by_entropy(given, shown, good):
     assert not made.gradient("entropy").any()
 
 
+def test_rollouts_of_all_sources_must_fit_into_a_micro_batch(given):
+    """A group of two, its demonstration, two guided responses and one of another source."""
+    sources = "[{type: guided_groups}, {type: guided_prefixes, count: 2}, {type: success_replay, count: 1}]"
+    options = ["algorithm.type=preference", f"rollout.extras={sources}"]
+    with pytest.raises(UserError, match="engine.micro_batch=5 splits groups of 6 rollouts"):
+        given(Table([[-1.0]] * 4, group=[0, 0, 1, 1]), *options, "engine.micro_batch=5")
+    given(Table([[-1.0]] * 4, group=[0, 0, 1, 1]), *options, "engine.micro_batch=6")
+
+
 def test_groups_with_their_demonstration_must_fit_into_a_micro_batch(given):
     options = ["algorithm.type=preference", "engine.micro_batch=2"]
     with pytest.raises(UserError, match="splits groups of 3"):

@@ -1,5 +1,7 @@
 """Masks of decisions and of rollouts, from their keys to what is learned from."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -103,3 +105,19 @@ def test_runs_with_neighbouring_seeds_draw_differently(given):
         drawn.append(torch.rand(4, generator=made.batch.generator("random")))
         made.close()
     assert not torch.equal(*drawn)
+
+
+def test_what_the_objective_leaves_out_and_the_policys_weights_multiply(given):
+    """The policy weighs decisions by 3, 5, 7 and 2; the mask keeps the two of high entropy, of four."""
+    table = Table([[-1.0, -2.0], [-1.0, -1.0]], rewards=[1.0, 0.0], entropy=[[0.1, 0.9], [0.2, 0.8]])
+    made = given(table, "algorithm.masks=[{type: entropy_share, share: 0.5}]", "algorithm.scale=none")
+    policy, weights = made.trainer.policy, torch.tensor([[3.0, 5.0], [7.0, 2.0]])
+    replay = policy.replay
+
+    def weighted(rollouts, model, *, reference=False):
+        return replace(replay(rollouts, model, reference=reference), weight=weights[rollouts.inputs])
+
+    policy.replay = weighted
+    made.prepare()
+    made.learn()
+    close(made.gradient() * 4, [[0.0, -0.5 * 5], [0.0, 0.5 * 2]])

@@ -187,6 +187,14 @@ def test_imitation_of_what_was_right(given):
     close(made.gradient()[:, 0] * 4, [-1.0, 0.0, 0.5, -0.5])
 
 
+def test_every_step_draws_anew_what_is_imitated(given):
+    """Two of the two rows that were right, for 16 steps: all four ordered pairs come, each with chance 1 / 4."""
+    made = given(rounds([[1.0, 1.0]]), *BASE, IMITATION[0])
+    only_prompt(made)
+    pairs = [tuple(replayed(rollouts)) for rollouts in play(made, 17)[1:]]
+    assert set(pairs) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
 def test_what_is_imitated_has_no_advantage_whatever_the_baseline(given):
     made = given(rounds([[1.0, 0.0], [0.0, 1.0]]), *BASE, *IMITATION, "algorithm.baseline=none")
     close(play(made, 2)[1].advantages[:, 0], [0.0, 1.0, 0.0, 0.0])

@@ -136,6 +136,24 @@ def test_outcomes_heard_while_later_batches_are_made_are_in_the_checkpoint(given
     assert other.trainer.collector.draws.drawn == 4 and made.trainer.collector.draws.drawn == 6
 
 
+def test_all_that_was_heard_since_the_draw_is_heard_again_as_it_was(given):
+    """Three batches in the making, of which two are taken."""
+    options = ["rollout.generator.async_steps=3", "rollout.sampler=skip_flat"]
+    made, heard, again = two_ahead(given, *options), [], []
+    made.next()
+    made.trainer.collector.pause_prefetch()
+    sampler(made).__dict__["observe"] = heard.extend
+    for step in (1, 2):
+        made.next(step)
+    assert len(made.trainer.collector.pending) == 1 and len(heard) == 4
+    assert any(outcome.rewards != outcome.accuracies for outcome in heard)
+    state = made.trainer.collector.state()
+    other = two_ahead(given, *options)
+    sampler(other).__dict__["observe"] = again.extend
+    other.trainer.collector.load(*state)
+    assert again == heard
+
+
 # --- rescues ---
 
 EXTRA = "rollout.extras=[{type: extra_rollouts, count: 2, most: 1}]"

@@ -47,6 +47,13 @@ def test_what_stays_is_counted_where_it_is():
     assert plan_moves(told) == [Move(0, 0, 1, 1), Move(1, 1, 0, 0)]
 
 
+def test_all_that_stays_is_counted():
+    # 19 + 5 + 0 against 5: 10 for 2 makes 16 and 13; without the 5, 10 for 3 would make 12 each.
+    staying = [Piece(0, 2, 5, stays=True), Piece(0, 2, 0, stays=True)]
+    told = [[Piece(0, 2, 10), Piece(0, 2, 9), *staying], [Piece(0, 2, 3), Piece(0, 2, 2)]]
+    assert plan_moves(told) == [Move(0, 0, 1, 1), Move(1, 1, 0, 0)]
+
+
 def test_moves_in_a_ring():
     # 30, 12 and 0 of three ranks with two pieces each, mean 14.
     told = [[Piece(0, 1, 16), Piece(0, 1, 14)], [Piece(0, 1, 6), Piece(0, 1, 6)], [Piece(0, 1, 0), Piece(0, 1, 0)]]

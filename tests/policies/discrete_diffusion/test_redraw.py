@@ -176,3 +176,21 @@ def test_what_is_measured_in_the_first_noise_is_refused():
         validate(tree, "test")
     tree["noising"]["redraw"] = False
     validate(tree, "test")
+
+
+def test_minibatches_of_every_epoch_are_prepared(trainer, rollouts):
+    """The algorithm adds 1 to the advantages of each minibatch before the first update."""
+
+    def one_more(minibatch, total):
+        for micro in minibatch:
+            micro.advantages = micro.advantages + 1
+
+    trainer.algorithm.__dict__["prepare_minibatch"] = one_more
+    try:
+        found = epochs(trainer, rollouts)
+    finally:
+        del trainer.algorithm.__dict__["prepare_minibatch"]
+    for row, sampled in enumerate(rollouts.inputs):
+        for micros in found:
+            micro, i = row_of(micros, sampled.response)
+            assert torch.equal(micro.advantages[i], rollouts.advantages[row] + 1)
