@@ -321,6 +321,7 @@ class Trainer:
             "accuracies": self.accuracies,
             "controls": self.controls.state(),
             "guards": {"outside": self.guards.state(), "lr_factor": self.engine.lr_factor},
+            "monitors": [self.unscored_monitor.state(), self.zero_gradient_monitor.state()],
             "batches": shared,
             "memory": self.preparation.memory,
             "config": plain(self.config),
@@ -375,6 +376,9 @@ class Trainer:
         self.controls.load(state["controls"])
         self.guards.load(state["guards"]["outside"])
         self.engine.lr_factor = state["guards"]["lr_factor"]
+        unscored, idle = state.get("monitors", (0, [0, 0]))  # missing in checkpoints of earlier versions
+        self.unscored_monitor.load(unscored)
+        self.zero_gradient_monitor.load(idle)
         self.preparation.memory = state["memory"]
         self.preparation.modules.load(rank_state["modules"])
         if isinstance(self.task, RewardingTask):

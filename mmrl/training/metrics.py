@@ -170,10 +170,19 @@ def stragglers(times: list[dict[str, float]]) -> dict[str, float]:
 
 
 class UnscoredMonitor:
-    """Ends a run in which no rollout is scored for several steps in a row."""
+    """Ends a run in which no rollout is scored for several steps in a row.
+
+    steps: consecutive steps without a scored rollout.
+    """
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps, self.steps = max_steps, 0
+
+    def state(self) -> int:
+        return self.steps
+
+    def load(self, state: int) -> None:
+        self.steps = state
 
     def judge(self, step: int, values: dict[str, float], reasons: Mapping[str, str] | None = None) -> None:
         """Raises UserError after `max_steps` steps in a row without a scored rollout. values: metrics over all ranks,
@@ -202,6 +211,12 @@ class ZeroGradientMonitor:
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps, self.steps, self.flat_steps = max_steps, 0, 0
+
+    def state(self) -> list[int]:
+        return [self.steps, self.flat_steps]
+
+    def load(self, state: list[int]) -> None:
+        self.steps, self.flat_steps = state
 
     def judge(self, step: int, values: dict[str, float]) -> str | None:
         """Returns a warning after max_steps / 5 steps in a row with gradient 0 or equal rewards, else None. Raises

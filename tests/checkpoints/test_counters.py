@@ -39,6 +39,48 @@ def test_skipped_updates_in_a_row_are_counted_on(tmp_path):
     release(second)
 
 
+@pytest.mark.parametrize(
+    ("option", "counted", "told"),
+    [
+        ("rollout.max_idle_steps=3", (0, 2, 2), "step 3: nothing was learned in 3 steps in a row"),
+        ("rollout.max_unscored_steps=3", (2, 2, 0), "step 3: no rollout could be scored in 3 steps in a row"),
+    ],
+)
+def test_steps_without_a_signal_in_a_row_are_counted_on(tmp_path, option, counted, told):
+    """Two steps before the end of the first run, and the first after it: three in a row, which end the run."""
+    value = 1.0 if "idle" in option else math.nan  # the same for all, or none
+
+    def half(steps):
+        options = [f"steps={steps}", "checkpoint.every=1", "evaluation.max_unscored=1", option]
+        return make(tmp_path, *options, task=Fixed(lambda sample: value))
+
+    first = half(2)
+    first.train()
+    release(first)
+    second = half(5)
+    second.resume()
+    idle = second.zero_gradient_monitor
+    assert (second.unscored_monitor.steps, idle.steps, idle.flat_steps) == counted
+    with pytest.raises(UserError, match=told):
+        second.train()
+    assert second.step == 3
+    release(second)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_such_counts(tmp_path):
+    """A run goes on from it, and counts from 0."""
+    first = make(tmp_path, "steps=1", "checkpoint.every=1", task=Fixed(lambda sample: 1.0))
+    save = first.saver.save
+    first.saver.save = lambda step, state, own: save(step, {k: v for k, v in state.items() if k != "monitors"}, own)
+    first.train()
+    assert first.zero_gradient_monitor.state() == [1, 1]
+    release(first)
+    second = make(tmp_path, "steps=2", "checkpoint.every=1", task=Fixed(lambda sample: 1.0))
+    second.resume()
+    assert (second.step, second.zero_gradient_monitor.state()) == (1, [0, 0])
+    release(second)
+
+
 def test_the_best_accuracy_and_those_so_far_are_kept(tmp_path):
     """0.5, then 0.9; after the resume 0.7, which is not the best, and 0.95, which is."""
     marks = {0: 0.25, 1: 0.5, 2: 0.9, 3: 0.7, 4: 0.95}

@@ -62,6 +62,10 @@ class Falling:
         self.seen = state["seen"]
 
 
+def unscorable(sample):
+    return None
+
+
 def sampler(kind, **options):
     return f"rollout.sampler={{type: {kind}{''.join(f', {key}: {value}' for key, value in options.items())}}}"
 
@@ -137,6 +141,17 @@ JOBS = {
         ],
         {"Rollback", "AdvantageReplay", "ExtraRolloutSources"},
     ),
+    "nothing scored": (
+        TINY,
+        [
+            "task.rewards=[{name: 'tests.checkpoints.test_every_state:unscorable'}]",
+            "rollout.extras=[{type: demonstrations, prompts: 2}]",
+            "rollout.max_unscored_steps=5",
+            "evaluation.max_unscored=1",
+            "algorithm.terms=[{type: likelihood, coefficient: 0.1}]",
+        ],
+        {"ExtraRolloutSources", "DemonstrationSource", "UnscoredMonitor", "ZeroGradientMonitor"},
+    ),
     "images": (
         IMAGES,
         [
@@ -189,6 +204,7 @@ def remembered(trainer):
             "controls": trainer.controls.state(),
             "guards": trainer.guards.state(),
             "lr": trainer.engine.lr_factor,
+            "monitors": [trainer.unscored_monitor.state(), trainer.zero_gradient_monitor.state()],
             "memory": trainer.preparation.memory,
             "modules": trainer.preparation.modules.state(),
             "averages": {name: one.state() for name, one in trainer._copies().items()},
