@@ -41,6 +41,7 @@ from mmrl.rollouts import Sample
 from mmrl.runtime.logging import quieten_environment
 from mmrl.runtime.progress import weights_read
 from mmrl.runtime.user_code import exits_refused, settings_restored
+from mmrl.runtime.watchdog import reports_sudden_end
 from mmrl.settings import plain, sections_in
 from mmrl.settings.origins import WeightsOrigin
 from mmrl.workers.local import without_workers
@@ -102,6 +103,7 @@ class Job:
         with ExitStack() as parts, self._explained_failures():
             if self._trains:
                 parts.enter_context(exits_refused())
+                parts.enter_context(reports_sudden_end(sudden_end_text(self.config.run_dir)))
             self._build(parts)
             self._parts = parts.pop_all()
         return self
@@ -396,6 +398,16 @@ def quieten() -> None:
 
 
 # --- after a run ---
+
+
+def sudden_end_text(run_dir: str) -> str:
+    """Returns the message for a training process that ended without a word."""
+    rank, world = rank_and_world_size()
+    process = f"process {os.getpid()}" + (f" (rank {rank})" if world > 1 else "")
+    return (
+        f"mmrl: the training in run_dir={run_dir} is not complete: {process} was ended by a signal, or by _exit of a C "
+        "library (then the exit code may be 0); repeat the command to resume"
+    )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mmrl.errors import UserError, describe_error
 from mmrl.runtime.installation import extra_command
+from mmrl.runtime.user_code import construction_watched
 from mmrl.sims.vector.simulator import Simulator, VectorSim, nearest
 from mmrl.sims.vector.workers import Workers
 
@@ -74,7 +75,9 @@ def build(
     elif ray is not None:
         raise UserError(f"simulator {name!r}: ray={ray} is for workers; set workers to 1 or more")
     else:
-        simulator, patience_s = make(name, count, options or {}), deadline_s
+        remedy = "correct its __init__, or raise task.deadline_s if it needs longer"
+        with construction_watched(f"simulator {name!r} (task.simulator)", deadline_s, "task.deadline_s", remedy):
+            simulator, patience_s = make(name, count, options or {}), deadline_s
     return VectorSim(
         simulator,
         shares=shares,

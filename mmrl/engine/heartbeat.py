@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from mmrl.runtime.user_code import end_at_once
+from mmrl.runtime.watchdog import release
 
 FOLDER = "ranks"  # in the run directory: holds a file for each rank with its `RankState`
 WARNING_SHARE = 0.1  # share of engine.timeout after which a wait is reported
@@ -175,6 +176,7 @@ class Heartbeat:
             problem = f"{listed} did not start within {waited:.0f} s: no file in {self.folder}"
         if problem is not None and not self._met:
             say(f"mmrl: {problem}; the run ends")
+            release()
             end_at_once(2)
 
     def _check_progress(self, now: float) -> None:
@@ -191,6 +193,7 @@ class Heartbeat:
         waited = min(waited, idle)
         if waited >= self.limit:
             say(f"mmrl: {state} {reason} for {waited:.0f} s, longer than engine.timeout={self.limit:g}; the run ends")
+            release()
             end_at_once(2)
         if waited >= WARNING_SHARE * self.limit and not self._warned:
             self._warned = True

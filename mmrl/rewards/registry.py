@@ -19,6 +19,7 @@ from mmrl.rewards.services.failures import Failures
 from mmrl.rewards.services.isolated import WORKERS, IsolatedReward
 from mmrl.rewards.types import BatchReward, Reward, load_object, nearest
 from mmrl.rewards.visual import boxes, clip, edits, findings, framewise, geneval, images, pointing, sets, viewing
+from mmrl.runtime.user_code import construction_watched
 
 REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "exact_match": verifiers.exact_match,
@@ -88,6 +89,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
 ISOLATED = frozenset({"math"})  # may hang, so they run in processes of their own
 NEEDS_OWN_PYTHON = frozenset({"deqa"})  # run only under another interpreter: older packages, code from the hub
 DEADLINE_S = 5.0  # seconds for one sample, default for isolated rewards
+CONSTRUCTION_S = 600.0  # seconds for constructing a custom reward, which may load a model
 LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0, "abstention": -1.0}  # lowest score by reward; others: 0
 
 
@@ -156,7 +158,13 @@ def _build_checked(name: str, factory: Callable[[], Any]) -> Any:
     """Calls `factory` and returns the reward. Raises ValueError, which names the reward, if a custom reward raises any
     exception."""
     try:
-        return factory()
+        if not is_custom(name):
+            return factory()
+        limit_name = f"the {CONSTRUCTION_S:g} s that a constructor may take"
+        with construction_watched(
+            f"reward {name!r} (task.rewards)", CONSTRUCTION_S, limit_name, "correct its __init__"
+        ):
+            return factory()
     except ValueError as error:
         text = " ".join(str(error).split())
         raise ValueError(text if text.startswith(f"reward {name!r}") else f"reward {name!r}: {text}") from error

@@ -1,5 +1,5 @@
 """Guards of the process in which a user's code runs: os._exit, which would make an incomplete run look complete, is
-refused, and torch's default dtype and Python's recursion limit are set back."""
+refused; torch's default dtype and Python's recursion limit are set back; constructors that hang end the process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import logging
 import os
 import posix
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mmrl.runtime.watchdog import ends_process
+
 log = logging.getLogger(__name__)
 
 end_at_once = os._exit  # the original, for mmrl's own use
+
+END_AFTER = 10  # times the limit after which a call ends the process
 
 _refusing = [0]  # id of the process in which `_exit` raises; 0: none
 _WARNED: set[tuple[str, str]] = set()  # (name, setting) of warnings of `settings_restored` that were logged
@@ -61,6 +66,29 @@ def settings_restored(name: str) -> Iterator[None]:
         if (number := sys.getrecursionlimit()) != limit:
             sys.setrecursionlimit(limit)
             _warn(name, "Python's recursion limit", number, limit)
+
+
+@contextmanager
+def construction_watched(name: str, limit_s: float, limit_name: str, remedy: str) -> Iterator[None]:
+    """A context in which an object of a user's class is constructed. If that takes longer than `limit_s` seconds, logs
+    a warning; if it takes END_AFTER times as long, ends this process with one line on stderr.
+
+    name: what is constructed, with its key; limit_name: what the limit is called in messages; remedy: what to do.
+    """
+    begun = f"{name} is still being constructed after"
+    times = f"{END_AFTER} times {limit_name}"
+    warning = threading.Timer(
+        limit_s,
+        lambda: log.warning("%s %g s; the run ends after %g s, %s", begun, limit_s, END_AFTER * limit_s, times),
+    )
+    warning.daemon = True
+    warning.start()
+    message = f"mmrl: {begun} {END_AFTER * limit_s:g} s, {times}; {remedy}; the run ends"
+    try:
+        with ends_process(END_AFTER * limit_s, message):
+            yield
+    finally:
+        warning.cancel()
 
 
 def _warn(name: str, setting: str, value: object, before: object) -> None:

@@ -1,4 +1,5 @@
-"""A process that ends this one if a call of user code takes too long and no thread of this process can stop it.
+"""A process that ends this one if a call of user code takes too long and no thread of this process can stop it. It
+also reports an end of this process that Python does not notice.
 
 A thread with a time limit can be abandoned only while other threads run. A call that holds Python's interpreter, such
 as a regular expression that backtracks, stops all of them. The main thread cannot be abandoned at all. Such calls are
@@ -8,6 +9,7 @@ entered into a table in shared memory, which this file reads when it is run as a
 from __future__ import annotations
 
 import atexit
+import math
 import mmap
 import os
 import select
@@ -19,7 +21,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 
 SLOTS = 256  # calls that are watched at the same time
@@ -27,6 +29,7 @@ TEXT = 400  # bytes of a message
 _NUMBER, _LIMIT = struct.Struct("=Q"), struct.Struct("=dH")  # of a call, 0: none; its limit and its message's length
 SIZE = 8 + 16 + TEXT  # bytes of a slot
 POLL_S = 0.5  # seconds between two looks at the table
+RELEASED = b"."  # what a process writes that ends in order
 
 
 class Watchdog:
@@ -70,9 +73,16 @@ class Watchdog:
     def close(self) -> None:
         """Ends the process."""
         if self.owner == os.getpid():  # and not a fork
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            self.release()
             self._process.wait()
+
+    def release(self) -> None:
+        """Tells the process that this one is about to end, which it then does not report."""
+        assert self._process.stdin is not None
+        if self.owner == os.getpid() and not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                os.write(self._process.stdin.fileno(), RELEASED)
+            self._process.stdin.close()
 
 
 _WATCHDOGS: list[Watchdog] = []  # of this process; of its parent after a fork
@@ -88,6 +98,18 @@ def ends_process(limit_s: float, message: str) -> Iterator[None]:
         yield
 
 
+def reports_sudden_end(message: str) -> AbstractContextManager[None]:
+    """Returns a context that has no time limit. If this process ends inside it without running its exit handlers (by
+    SIGKILL, or by _exit of a C library, whose exit code may be 0), the message is printed to stderr."""
+    return ends_process(math.inf, message)
+
+
+def release() -> None:
+    """Announces that this process ends at once on purpose, so that the end is not reported."""
+    for watchdog in _WATCHDOGS:
+        watchdog.release()
+
+
 def overdue(table: mmap.mmap, elapsed: float, waited: dict[int, float]) -> str | None:
     """Returns the message of a call that takes too long, or None. elapsed: seconds since the last look. waited: the
     seconds that each call, by its number, has taken so far; updated here."""
@@ -100,11 +122,23 @@ def overdue(table: mmap.mmap, elapsed: float, waited: dict[int, float]) -> str |
     for number in waited.keys() - running.keys():
         del waited[number]
     for number, offset in running.items():
-        limit, length = _LIMIT.unpack_from(table, offset + 8)
-        text = table[offset + 24 : offset + 24 + length].decode(errors="replace")
+        limit, text = entry(table, offset)
         if waited[number] > limit and _NUMBER.unpack_from(table, offset) == (number,):
             return text
     return None
+
+
+def entry(table: mmap.mmap, offset: int) -> tuple[float, str]:
+    """Returns the time limit and the message of the call at `offset`."""
+    limit, length = _LIMIT.unpack_from(table, offset + 8)
+    return limit, table[offset + 24 : offset + 24 + length].decode(errors="replace")
+
+
+def sudden_ends(table: mmap.mmap) -> list[str]:
+    """Returns the messages for a process that has just ended suddenly: those of the blocks without a time limit that it
+    was in."""
+    running = [offset for offset in range(0, SLOTS * SIZE, SIZE) if _NUMBER.unpack_from(table, offset) != (0,)]
+    return [text for limit, text in (entry(table, offset) for offset in running) if limit == math.inf]
 
 
 def is_stopped(process: int) -> bool:
@@ -126,6 +160,11 @@ def main(descriptor: int, process: int) -> None:
         if text is not None:
             print(text, file=sys.stderr, flush=True)
             os.kill(process, signal.SIGKILL)
+            return
+    # A fork of that process may hold the other end of the pipe, so that a read would block.
+    if not (select.select([0], [], [], 0)[0] and os.read(0, 1) == RELEASED):
+        for text in sudden_ends(table):
+            print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

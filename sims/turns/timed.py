@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from mmrl.errors import UserError, describe_error
 from mmrl.rollouts import Message, Prompt
 from mmrl.runtime.timed_calls import TimedCalls, TimeLimit
 from mmrl.sims.turns.dialogue import Fault
@@ -20,10 +21,25 @@ class TimedEnvironments:
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         key = f"task.{settings.title}"
-        self._settings, self._calls = settings, TimedCalls(key, f"{key}.isolated: {{}}")
+        self._key, self._settings, self._calls = key, settings, TimedCalls(key, f"{key}.isolated: {{}}")
+        self._any_made = False
 
     def make(self) -> Environment:
-        return TimedEnvironment(self.call(lambda: self._settings.make()), self)
+        """Returns a new environment. If it cannot be constructed: raises UserError for the first one, and later returns
+        one that loses its rollout."""
+        try:
+            environment = self.call(lambda: self._settings.make())
+        except UserError:
+            raise
+        except Exception as error:  # whatever a user's constructor raises
+            problem = f"it cannot be constructed: {str(error) if isinstance(error, Fault) else describe_error(error)}"
+            if not self._any_made:
+                raise UserError(
+                    f"{self._key}: {problem}; correct its __init__, or raise {self._key}.deadline_s if it needs longer"
+                ) from error
+            return UnmadeEnvironment(problem)
+        self._any_made = True
+        return TimedEnvironment(environment, self)
 
     def call(self, function: Callable[[], Value]) -> Value:
         """Returns the result of a function that calls an environment. Raises Fault if it exceeds the time limit."""
@@ -32,6 +48,19 @@ class TimedEnvironments:
             return self._calls(lambda _: function(), None, limit)
         except TimeLimit:
             raise Fault(f"no answer within task.{self._settings.title}.deadline_s={limit:g} s") from None
+
+
+class UnmadeEnvironment(Environment):
+    """Takes the place of an environment that could not be constructed: it raises Fault when it is started."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def start(self, prompt: Prompt) -> Sequence[Message]:
+        raise Fault(self._problem)
+
+    def step(self, response: str) -> Reply:
+        raise Fault(self._problem)
 
 
 class TimedEnvironment(Environment):

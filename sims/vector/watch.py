@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mmrl.runtime.user_code import END_AFTER
 from mmrl.runtime.watchdog import ends_process
 
 log = logging.getLogger(__name__)
-END_AFTER = 10  # times the limit after which a call ends the process
 
 
 class CallWatch:

@@ -12,7 +12,7 @@ import pytest
 from mmrl.engine import heartbeat
 from mmrl.engine.heartbeat import RankState, missing_rank
 from mmrl.training.metrics import stragglers
-from tests.whole_runs.parts import TINY, command, metrics, start, wait
+from tests.whole_runs.parts import TINY, command, errors_told, metrics, start, wait
 
 SLOW = "task.type=tests.whole_runs.parts:"
 
@@ -70,7 +70,7 @@ def test_a_rank_that_is_killed_is_named_at_once(tmp_path, timeout):
     trained(run, processes, 2)
     processes[1].kill()
     assert ended(processes[0], log, 5) == 2
-    (line,) = [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")]
+    (line,) = errors_told(log.read_text())
     assert f"rank 1 (process {processes[1].pid} on" in line and "has ended" in line
 
 
@@ -137,8 +137,10 @@ def test_a_rank_that_does_not_come_up_is_named(tmp_path):
     processes = launch(run, "engine.timeout=4")
     processes[1].kill()
     assert ended(processes[0], log) == 2
-    (line,) = [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")]
+    (line,) = errors_told(log.read_text())
     assert line.startswith("mmrl: rank 1 did not start within 4 s: no file in ")
+    time.sleep(1)  # a watchdog would speak after the end
+    assert f"process {processes[0].pid} (rank 0) was ended" not in log.read_text()  # it has told why
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -153,7 +155,7 @@ def test_a_rank_that_is_killed_before_ranks_meet_is_named_at_once(tmp_path, rank
     time.sleep(2)  # until the other one waits
     processes[rank].kill()
     assert ended(processes[1 - rank], log, 30) == 2
-    (line,) = [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")]
+    (line,) = errors_told(log.read_text())
     assert f"rank {rank} (process {processes[rank].pid} on" in line and "has ended" in line
 
 

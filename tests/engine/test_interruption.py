@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mmrl.engine import Interruption, interruption
-from tests.whole_runs.parts import TINY, command, spread, start, wait
+from tests.whole_runs.parts import TINY, command, errors_told, spread, start, wait
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -90,7 +90,7 @@ def ended(folder, reward):
 def test_a_rank_that_a_reward_ends_in_c_is_no_success_and_is_named_by_the_other(tmp_path):
     processes, codes, said = ended(tmp_path, "leaves_in_c")
     assert codes == [2, -45] and "in leaves_in_c" in said
-    (line,) = [line for line in said.splitlines() if line.startswith("mmrl: ")]
+    (line,) = errors_told(said)
     assert f"rank 1 (process {processes[1].pid} on" in line and "has ended" in line
     assert not (tmp_path / "run" / "final").exists()
 

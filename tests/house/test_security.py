@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.children.listener import GREETING_S, MOST_GREETINGS
 from mmrl.rewards.compose import BATCH_S, SAMPLE_S
-from mmrl.rewards.registry import DEADLINE_S, ISOLATED
+from mmrl.rewards.registry import CONSTRUCTION_S, DEADLINE_S, ISOLATED
 from mmrl.rewards.services.http import HttpReward
 from mmrl.sims.turns.settings import EnvironmentSettings, Isolation
 from tests.house.layout import ROOT
@@ -47,6 +47,7 @@ def test_what_runs_where_is_as_the_code_decides():
         name for row in table.values() if "processes of its own" in row[1] for name in re.findall("`(.+?)`", row[0])
     }
     assert apart == {*ISOLATED, "isolated"}
+    assert f"a warning after {CONSTRUCTION_S:g} s (simulator: after `task.deadline_s`); after ten times" in PAGE
     environment = EnvironmentSettings.model_fields["deadline_s"].default
     assert EnvironmentSettings.model_fields["isolated"].default is None
     assert table["a reward function of yours"][2] == f"{SAMPLE_S:g} s a call, {BATCH_S:g} s a batch"

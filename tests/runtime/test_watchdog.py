@@ -1,5 +1,7 @@
-"""Calls of user code that take for ever and that no thread can end: the process ends, with one line."""
+"""Calls of user code that take for ever and that no thread can end: the process ends, with one line. So do ends of the
+process that Python does not notice."""
 
+import ctypes
 import os
 import re
 import signal
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.report.records import read_run
+from mmrl.rewards import registry
 from mmrl.runtime import timed_calls, watchdog
+from mmrl.runtime.user_code import END_AFTER
 from mmrl.runtime.watchdog import SLOTS, ends_process
 from mmrl.sims.vector.transitions import Transition
-from mmrl.sims.vector.watch import END_AFTER
 from tests.whole_runs.parts import ROBOTS, TINY, command, spread, start, wait
 
 HERE = "tests.runtime.test_watchdog"
@@ -29,6 +33,21 @@ def ended(code, *arguments):
 def backtracks(sample):
     """A reward whose regular expression takes for ever, and holds the interpreter meanwhile."""
     return float(bool(re.match(r"(a+)+$", "a" * 64 + "b"))) + spread(sample)
+
+
+class NeverReady:
+    """A reward or simulator whose constructor takes for ever."""
+
+    def __init__(self, count=0):
+        time.sleep(1000)
+
+    def score(self, samples):
+        return [0.0] * len(samples)
+
+
+def leaves_in_c(sample):
+    """A reward that ends its process as a library in C might, with the exit code of success."""
+    ctypes.CDLL(None)._exit(0)
 
 
 class Stuck:
@@ -57,7 +76,7 @@ class Stuck:
 
 def impatient(*arguments):
     """`mmrl ...` that waits for less than ten seconds after a deadline."""
-    timed_calls.GRACE_S = 0.5
+    timed_calls.GRACE_S, registry.CONSTRUCTION_S = 0.5, 0.2
     command(*arguments)
 
 
@@ -76,8 +95,20 @@ def impatient(*arguments):
             f"mmrl: simulator {HERE}:Stuck: a step takes longer than 2 s, 10 times task.deadline_s; set task.workers "
             "to 1 or more, so that a worker that hangs is replaced; the run ends",
         ),
+        (
+            TINY,
+            [f"task.rewards=[{{name: '{HERE}:NeverReady'}}]"],
+            f"mmrl: reward '{HERE}:NeverReady' (task.rewards) is still being constructed after 2 s, 10 times the 0.2 s "
+            "that a constructor may take; correct its __init__; the run ends",
+        ),
+        (
+            ROBOTS,
+            [f"task.simulator={HERE}:NeverReady", "task.options={}", "task.tasks=[go]", "task.deadline_s=0.2"],
+            f"mmrl: simulator '{HERE}:NeverReady' (task.simulator) is still being constructed after 2 s, 10 times "
+            "task.deadline_s; correct its __init__, or raise task.deadline_s if it needs longer; the run ends",
+        ),
     ],
-    ids=["reward", "simulator"],
+    ids=["reward", "simulator", "reward's constructor", "simulator's constructor"],
 )
 def test_a_run_that_hangs_ends_in_one_line_that_names_the_key(tmp_path, base, options, told):
     log, run = tmp_path / "log.txt", tmp_path / "run"
@@ -85,6 +116,40 @@ def test_a_run_that_hangs_ends_in_one_line_that_names_the_key(tmp_path, base, op
     assert code == -signal.SIGKILL
     assert [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")] == [told]
     assert "Traceback" not in log.read_text() and not (run / "final").exists()
+
+
+def test_a_run_that_a_c_library_ends_with_0_is_not_silent(tmp_path):
+    log, run = tmp_path / "log.txt", tmp_path / "run"
+    options = [f"task.rewards=[{{name: '{HERE}:leaves_in_c'}}]", f"run_dir={run}"]
+    processes = start(command, "train", str(TINY), *options, log=log)
+    assert wait(processes, log) == [0]  # the code of _exit; nothing can change it
+    end = time.monotonic() + 10
+    while not (lines := [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")]):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert lines == [
+        f"mmrl: the training in run_dir={run} is not complete: process {processes[0].pid} was ended by a signal, or by "
+        "_exit of a C library (then the exit code may be 0); repeat the command to resume"
+    ]
+    assert read_run(run).ending.state == "killed" and not (run / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [
+        ("ctypes.CDLL(None)._exit(0)", 0, ["mmrl: cut off"]),
+        ("ctypes.CDLL(None)._exit(3)", 3, ["mmrl: cut off"]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ["mmrl: cut off"]),
+        ("os.fork() or time.sleep(3); os._exit(0)", 0, ["mmrl: cut off"]),  # a fork that lives on
+        ("sys.exit(4)", 4, []),
+        ("release(); os._exit(5)", 5, []),
+        ("pid = os.fork(); pid or os._exit(0); os.waitpid(pid, 0)", 0, []),  # of the fork, not of the process
+    ],
+)
+def test_an_end_that_python_does_not_notice_is_told(ending, code, told):
+    text = f"import ctypes\nwith reports_sudden_end('mmrl: cut off'), ends_process(60.0, 'late'):\n    {ending}"
+    assert ended(text)[:2] == (code, told)
+    assert ended("with reports_sudden_end('mmrl: cut off'):\n    pass\nos._exit(0)")[:2] == (0, [])  # it is over
 
 
 def test_a_block_that_takes_too_long_ends_the_process_and_others_do_not():
@@ -117,22 +182,24 @@ def test_time_in_which_the_process_is_stopped_does_not_count():
 
 def test_the_watchdog_ends_with_its_process_also_where_a_fork_lives_on():
     code = (
-        "with ends_process(9.0, 'late'):\n    if os.fork() == 0:\n        time.sleep(3)\n        os._exit(0)\n"
-        "    from mmrl.runtime import watchdog\n    print(watchdog._WATCHDOGS[0]._process.pid, flush=True)\n"
+        "with ends_process(9.0, 'late'):\n    pid = os.fork()\n    if pid == 0:\n"
+        "        time.sleep(60)\n        os._exit(0)\n"
+        "    from mmrl.runtime import watchdog\n    print(watchdog._WATCHDOGS[0]._process.pid, pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)"
     )
-    began = time.monotonic()
     running = subprocess.Popen(
         [sys.executable, "-c", f"import os, signal, time\nfrom mmrl.runtime.watchdog import *\n{code}"],
         stdout=subprocess.PIPE,
         text=True,
     )
     assert running.stdout is not None
-    watching = int(running.stdout.readline())
+    watching, fork = map(int, running.stdout.readline().split())
     assert running.wait() == -signal.SIGKILL
-    while Path(f"/proc/{watching}").exists() and time.monotonic() < began + 10:
+    end = time.monotonic() + 20
+    while Path(f"/proc/{watching}").exists() and time.monotonic() < end:
         time.sleep(0.05)
-    assert time.monotonic() < began + 2.8  # before the fork
+    assert not Path(f"/proc/{watching}").exists()  # before the fork
+    os.kill(fork, signal.SIGKILL)
     running.stdout.close()
 
 

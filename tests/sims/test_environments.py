@@ -3,6 +3,7 @@ misbehaves costs its own conversation."""
 
 import os
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -164,6 +165,47 @@ def test_an_environment_in_this_process_has_a_time_limit():
     assert [m.text for m in other.answer("two")] == ["word 2"]
     late = dialogue(environments.make, "hang")
     assert late.end == "lost" and late.problem == talk.problem
+
+
+class Sometimes(HostileSettings):
+    """Environments of which those with these numbers cannot be constructed."""
+
+    type: str = "tests.sims.test_environments:Sometimes"
+    deadline_s: float = 0.3
+    hang: tuple[int, ...] = ()
+    wrong: tuple[int, ...] = ()
+    made: ClassVar[list[None]] = []
+
+    def make(self):
+        self.made.append(None)
+        if len(self.made) in self.hang:
+            time.sleep(60)
+        if len(self.made) in self.wrong:
+            raise OSError("no port")
+        return super().make()
+
+
+LATE = "it cannot be constructed: no answer within task.environment.deadline_s=0.3 s"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [({"hang": (1,)}, LATE), ({"wrong": (1,)}, "it cannot be constructed: OSError: no port")]
+)
+def test_a_first_environment_that_cannot_be_constructed_ends_the_run(options, told):
+    Sometimes.made.clear()
+    with pytest.raises(UserError) as raised:
+        TimedEnvironments(Sometimes(**options)).make()
+    assert str(raised.value).startswith(f"task.environment: {told}")
+    assert str(raised.value).endswith("correct its __init__, or raise task.environment.deadline_s if it needs longer")
+
+
+def test_a_later_one_loses_its_rollout():
+    Sometimes.made.clear()
+    environments = TimedEnvironments(Sometimes(hang=(2,), wrong=(3,)))
+    first, second, third, fourth = (dialogue(environments.make) for _ in range(4))
+    assert (second.end, second.problem) == ("lost", LATE)
+    assert third.end == "lost" and third.problem.startswith("it cannot be constructed: OSError: no port")
+    assert [m.text for talk in (first, fourth) for m in talk.answer("one")] == ["word 1", "word 1"]
 
 
 def test_one_that_hung_is_not_asked_again():

@@ -333,6 +333,11 @@ def start(target, *arguments, log: Path, ranks: int = 1) -> list[multiprocessing
     return processes
 
 
+def errors_told(said: str) -> list[str]:
+    """The errors among what processes print, but for the line of a watchdog on one that was killed."""
+    return [line for line in said.splitlines() if line.startswith("mmrl: ") and " is not complete: " not in line]
+
+
 def wait(processes, log: Path, timeout: float = 120) -> list[int]:
     """Exit codes. Fails if a process does not end in time."""
     deadline = time.monotonic() + timeout
