@@ -1,22 +1,32 @@
 """Runs `mmrl ...` in this process while its surroundings fail: a disk that fills up, a clock that jumps, files of
-another user, or a kill at a chosen moment. Each function is the target of a process of its own."""
+another user, or a kill at a chosen moment. Each function is the target of a process of its own. At the end: a reward
+that changes or ends the process in which it runs."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import logging
 import os
+import random
 import re
 import signal
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from mmrl.collection import partial_rollouts
 from mmrl.evaluation import evaluate
+from mmrl.rollouts import Sample
 from tests.collection import test_partial_rollouts
-from tests.whole_runs.parts import command
+from tests.whole_runs.parts import command, spread
 
 BALLAST = "ballast"  # the file that fills a disk
 WRITES = ("open", "os.mkdir", "os.rename")  # events of the audit hooks of Python
@@ -112,3 +122,56 @@ def dies_at(count: int, marker: str, usual: Callable) -> Callable:  # type: igno
         return result
 
     return call
+
+
+# --- a reward that changes or ends its process ---
+
+ENDS_AT = 40  # number of the sample at which the process ends; a step has 16
+scored = [0]
+
+
+def _fork() -> None:
+    """Leaves a copy of this process behind."""
+    if os.fork() == 0:
+        time.sleep(600)
+        os._exit(0)
+
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "seeds": lambda: (random.seed(0), np.random.seed(0), torch.manual_seed(0)),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "recursion limit": lambda: sys.setrecursionlimit(5000),
+    "directory": lambda: os.chdir("/"),
+    "environment": os.environ.clear,
+    "warnings are errors": lambda: warnings.simplefilter("error"),
+    "no garbage collection": gc.disable,
+    "no messages": logging.disable,
+    "threads": lambda: threading.Thread(target=time.sleep, args=(600,), daemon=True).start(),
+    "a fork": lambda: scored[0] % 16 or _fork(),
+    "a flood of text": lambda: print("x" * 10_000),
+    "open files": lambda: os.open(os.devnull, os.O_RDONLY),
+}
+ENDS: dict[str, Callable[[], object]] = {
+    "a segmentation fault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "an alarm": lambda: (signal.alarm(1), time.sleep(600)),
+    "exit(0) of C": lambda: ctypes.CDLL(None).exit(0),
+    "_exit(0) of C": lambda: ctypes.CDLL(None)._exit(0),
+}
+
+
+def changing(sample: Sample, what: list[str]) -> float:
+    """A reward that makes some of the CHANGES at every sample."""
+    scored[0] += 1
+    for name in what:
+        CHANGES[name]()
+    return spread(sample)
+
+
+def ending(sample: Sample, what: str, marker: str) -> float:
+    """A reward that makes one of the ENDS at its sample number ENDS_AT, unless the marker is there."""
+    scored[0] += 1
+    if what and scored[0] == ENDS_AT and not Path(marker).exists():
+        Path(marker).touch()
+        ENDS[what]()
+    return spread(sample)

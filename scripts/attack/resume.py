@@ -1,5 +1,5 @@
-"""Attacks runs and their checkpoints: kills at random moments, flipped bits, damaged files, two runs in one directory,
-restarts by torchrun, and resuming with other ranks and ZeRO stages. Prints a table that counts results.
+"""Attacks runs and their checkpoints: the same command twice, kills at random moments, flipped bits, damaged files, two
+runs in one directory, restarts by torchrun, resuming with other ranks and ZeRO stages. Prints a table of results.
 
     python scripts/attack/resume.py --kills 20 --flips 200 --seconds 1800
     python scripts/attack/resume.py --kills 100 --only kills --folder runs/campaign     # a second call continues
@@ -160,6 +160,16 @@ def kills(attack: Attack, count: int, kinds: Sequence[str]) -> None:
                 shutil.rmtree(run)
 
 
+def twice(attack: Attack, kinds: Sequence[str]) -> None:
+    """The same command again, in another folder."""
+    for kind in kinds:
+        if attack.over():
+            return
+        run = attack.new()
+        attack.finish(kind, run)
+        attack.compare(f"the same command twice, {kind}", kind, run)
+
+
 def flips(attack: Attack, count: int) -> None:
     """One bit turned over anywhere in any file of a checkpoint."""
     checkpoint = attack.new()
@@ -285,14 +295,16 @@ def table(rows: dict[str, Counter[str]]) -> str:
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--kills", type=int, default=20, help="number of kills of each kind of job")
-    options.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds of job to kill")
+    options.add_argument(
+        "--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds of job to kill or to repeat"
+    )
     options.add_argument("--flips", type=int, default=200)
     options.add_argument("--seconds", type=float, default=1800.0, help="after this time nothing new is started")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument(
         "--folder", type=Path, help="folder that keeps the results, so that a second call continues; default: temporary"
     )
-    known = ["kills", "flips", "damages", "two_runs", "restarts", "shapes"]
+    known = ["twice", "kills", "flips", "damages", "two_runs", "restarts", "shapes"]
     options.add_argument("--only", nargs="+", choices=known, default=known)
     return options
 
@@ -303,6 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     attack = Attack(folder, options.seed, options.seconds)
     attacks = {
+        "twice": lambda: twice(attack, options.kinds),
         "kills": lambda: kills(attack, options.kills, options.kinds),
         "flips": lambda: flips(attack, options.flips),
         "damages": lambda: damages(attack),

@@ -32,6 +32,8 @@ from mmrl.rollouts import Prompt, Sample
 
 SECONDS = 0.2  # of CPU time that a verifier may take for a response
 DEADLINE_S = 1.0
+WAIT_S = 300.0  # until a trainer has started on a busy machine
+NO_STRAYS = ("ps -eo", "/runtime/watchdog.py")  # commands that are not counted
 LONG = {
     "tags": "<answer>" * 20_000,
     "answers": "<answer>x</answer>" * 20_000,
@@ -197,9 +199,10 @@ def strays(rewards: RewardSet | None, allowed: int) -> str:
 
 
 def family(pid: int) -> set[int]:
-    """A process and all that descend from it, or did until their parent ended."""
-    words = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True, check=True).stdout
-    parent = {int(line.split()[0]): int(line.split()[1]) for line in words.splitlines() if not line.endswith(" ps")}
+    """A process and all that descend from it, or did until their parent ended; its watchdog is no stray."""
+    words = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    lines = [line.split(maxsplit=2) for line in words.splitlines()]
+    parent = {int(pid): int(of) for pid, of, *args in lines if not any(w in "".join(args) for w in NO_STRAYS)}
     own, more = {pid}, {pid}
     while more := {child for child, of in parent.items() if of in own} - own:
         own |= more
@@ -207,14 +210,14 @@ def family(pid: int) -> set[int]:
 
 
 def expressions(table: Table, part: bool) -> None:
-    rewards = RewardSet([RewardSpec(name="math", deadline_s=2.0, workers=2)])
-    rewards.score([sample("7")])  # the first answer waits for the process to start
+    rewards = RewardSet([RewardSpec(name="math", deadline_s=5.0, workers=2)])
+    rewards.score([sample("7"), sample("7")])  # the first answers wait for the processes to start
     for text in TOWERS[::4] if part else TOWERS:
 
         def attempt(text=text) -> str:
             start = time.monotonic()
             scores = rewards.score([sample(text, "7"), sample("7", "7")])[:, 0].tolist()
-            if scores[1] != 1.0 or time.monotonic() - start > 8:
+            if scores[1] != 1.0 or time.monotonic() - start > 20:
                 return f"{scores}, {time.monotonic() - start:.1f} s"
             return "unscored" if math.isnan(scores[0]) else f"scored {scores[0]:g}"
 
@@ -229,7 +232,7 @@ def killed_trainers(table: Table, times: int) -> None:
 
         def attempt() -> str:
             trainer = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parent)
-            end = time.monotonic() + 60
+            end = time.monotonic() + WAIT_S
             while len(family(trainer.pid)) < 23 and time.monotonic() < end:
                 time.sleep(0.1)
             everyone = family(trainer.pid)

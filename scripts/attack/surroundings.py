@@ -1,5 +1,6 @@
 """Attacks a run by its surroundings: full disks, directories that are renamed or read-only, clocks that jump, files of
-another user, chat templates that loop, killed ranks, kills during evaluations and while responses are unfinished.
+another user, chat templates that loop, killed ranks, kills during evaluations and while responses are unfinished,
+rewards that change or end the process in which they run.
 
     python scripts/attack/surroundings.py [--part] [--only PATTERN]
 
@@ -30,12 +31,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from scripts.attack import hostile_surroundings as hostile  # noqa: E402
 from scripts.attack.resume import state_of  # noqa: E402
 from scripts.attack.table import Table  # noqa: E402
-from tests.whole_runs.parts import TINY, command, metrics, model_folder, start  # noqa: E402
+from tests.whole_runs.parts import TINY, command, errors_told, metrics, model_folder, start  # noqa: E402
 
 WAIT_S = 300.0
 DISK_MIB = 64
 RUN = ["steps=4", "checkpoint.every=1", "optim.ema=0.5", "evaluation.every=2", "checkpoint.best=true"]
 RUN += ["log.samples_every=1", "log.tensorboard=true"]
+OWN = "scripts.attack.hostile_surroundings"
 LONG = ["steps=40", "evaluation.every=0", "checkpoint.best=false"]  # so that it is going on when it is attacked
 GOES_ON = "named in one line; the same command goes on, equal"
 FULL = {  # what is written when the disk has no byte left, and the step that is then reached
@@ -253,7 +255,7 @@ def rank_killed(around: Surroundings, rank: int) -> str:
     processes = going_on(around, command, run, ranks=2)
     os.kill(processes[rank].pid, signal.SIGKILL)
     code, said = around.ended([processes[1 - rank]], run)
-    (line,) = [line for line in said.splitlines() if line.startswith("mmrl: ")] or [""]
+    (line,) = errors_told(said) or [""]
     named = code == 2 and f"rank {rank} (process {processes[rank].pid} on" in line and "Traceback" not in said
     again, _ = around.run(command, run, *LONG, ranks=2)
     whole = around.new()
@@ -276,6 +278,34 @@ def killed_in_partial_rollouts(around: Surroundings, count: int) -> str:
         process.join(WAIT_S)
         codes.append(process.exitcode)
     return f"{codes[0]}; the same goes on, {'equal' if codes[1:] == [0, 0] and alike(run, whole) else codes}"
+
+
+# --- a reward in the trainer ---
+
+
+def changed(around: Surroundings, what: list[str]) -> str:
+    """A reward that changes what the whole process has in common, while a run trains."""
+    options = [f"task.rewards=[{{name: '{OWN}:changing', options: {{what: {kinds}}}}}]" for kinds in (what, [])]
+    run = around.new()
+    code, said = around.run(command, run, options[0])
+    if code != 0:
+        return f"ended with {code}: {said[-300:]}"
+    return "the same weights" if alike(run, around.whole(options[1])) else "other weights"
+
+
+def reward_ends(around: Surroundings, what: str) -> str:
+    """A reward that ends the process; the same command again has another one, which does not."""
+    run = around.new()
+    option = "task.rewards=[{{name: '{}:ending', options: {{what: '{}', marker: '{}'}}}}]"
+    marker = around.folder / f"{what}.marker"
+    code, _ = around.run(command, run, option.format(OWN, what, marker))
+    time.sleep(1.0)  # a watchdog speaks after the end
+    lines = [line for line in around.log(run).read_text().splitlines() if line.startswith("mmrl: ")]
+    again, more = around.run(command, run, option.format(OWN, what, marker))
+    if again != 0:
+        return f"{code}, {lines}; the same command ends with {again}: {more[-300:]}"
+    equal = alike(run, around.whole(option.format(OWN, "", around.folder / "no.marker")))
+    return f"{code}, {len(lines)} lines; the same command goes on, {'equal' if equal else 'otherwise'}"
 
 
 LOOPS = "{%- for i in range(99999) -%}{%- for k in range(99999) -%}{%- endfor -%}{%- endfor -%}"
@@ -315,6 +345,15 @@ def cases(around: Surroundings, part: bool) -> Iterator[tuple[str, str, Callable
         wanted = "-9; the same goes on, equal"
         attack = lambda c=count: killed_in_partial_rollouts(around, c)  # noqa: E731
         yield "kill -9 in partial rollouts", f"{count}", attack, (wanted,)
+
+    for kinds in [list(hostile.CHANGES)] if part else [[name] for name in hostile.CHANGES]:
+        attack = lambda kinds=kinds: changed(around, kinds)  # noqa: E731
+        yield "a reward that changes its process", ", ".join(kinds), attack, ("the same weights",)
+    codes = {"an alarm": -14, "a segmentation fault": -11, "exit(0) of C": -45, "_exit(0) of C": 0}
+    for name, code in codes.items():
+        if not part or code == 0:
+            wanted = f"{code}, 1 lines; the same command goes on, equal"
+            yield "a reward that ends its process", name, lambda name=name: reward_ends(around, name), (wanted,)
 
 
 def main(arguments: list[str] | None = None) -> int:

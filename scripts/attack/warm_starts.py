@@ -1,6 +1,6 @@
 """Attacks a job during its warm start: signals to the job, kills, and a second job that needs the same warm start.
 
-    python scripts/attack/warm_starts.py
+    python scripts/attack/warm_starts.py [--only PATTERN]
 
 Everything runs on this machine, in a temporary directory, with the tiny model of the tests. Exits with 1 if a case had
 an unexpected result.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,15 +99,22 @@ def two_jobs() -> str:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="try the cases whose name matches this pattern")
+    only = parser.parse_args().only
     table = Table("warm starts")
     wanted = "saved; the same command goes on"
-    table.case("kill -9 of the job", "kill", lambda: signalled(signal.SIGKILL), f"-9, not {wanted}", f"-9, {wanted}")
-    table.case("SIGTERM to the job", "term", lambda: signalled(signal.SIGTERM), f"143, {wanted}")
-    table.case("SIGTERM to all of it", "step", lambda: signalled(signal.SIGTERM, alone=False), f"143, {wanted}")
-    table.case("SIGUSR1 to the job", "usr1", lambda: signalled(signal.SIGUSR1), f"138, {wanted}")
-    table.case("Ctrl-C", "int", lambda: signalled(signal.SIGINT, alone=False), f"130, {wanted}")
-    table.case("two jobs, one warm start", "two", two_jobs, "0 and 0")
+    cases: list[tuple[str, Callable[[], str], tuple[str, ...]]] = [
+        ("kill -9 of the job", lambda: signalled(signal.SIGKILL), (f"-9, not {wanted}", f"-9, {wanted}")),
+        ("SIGTERM to the job", lambda: signalled(signal.SIGTERM), (f"143, {wanted}",)),
+        ("SIGTERM to all of it", lambda: signalled(signal.SIGTERM, alone=False), (f"143, {wanted}",)),
+        ("SIGUSR1 to the job", lambda: signalled(signal.SIGUSR1), (f"138, {wanted}",)),
+        ("Ctrl-C", lambda: signalled(signal.SIGINT, alone=False), (f"130, {wanted}",)),
+        ("two jobs, one warm start", two_jobs, ("0 and 0",)),
+    ]
+    for name, attempt, outcomes in cases:
+        if re.search(only, name):
+            table.case(name, name, attempt, *outcomes)
     return table.finish()
 
 
