@@ -122,3 +122,12 @@ def test_metadata_of_the_task_s_own_prompts_is_known(tmp_path):
     options = [f"run_dir={tmp_path}", "task.data={type: digits, train_size: 4, eval_size: 2}"]
     with pytest.raises(UserError, match="reads colour, which is not a column of rollouts"):
         build_task(load("visual_qa_digits", [*options, "algorithm.scale={type: bucket_std, by: colour}"]))
+
+
+def test_two_prompts_of_a_group_may_differ_in_what_is_theirs(given):
+    """A group of twins has two prompts, whose metadata may differ, and still one mean over the group."""
+    twins = ["rollout.group_size=4", "rollout.twins=true"]
+    for by in ("kind", "length"):
+        given(Table(LOGP), *twins, f"algorithm.shaping=[{{type: stratified, by: {by}}}]")
+    with pytest.raises(UserError, match="by group/length, which is the same for all"):
+        given(Table(LOGP), *twins, "algorithm.shaping=[{type: stratified, by: group/length}]")

@@ -1,22 +1,26 @@
 """Measurements from outside: taken once a step for those that list them, beside the rollouts or before the updates."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import ClassVar, Protocol
 
 import pytest
 import torch
+from PIL import Image
 
 from mmrl.build import check_abilities
 from mmrl.cli.methods import DECISIONS, features_by_decision
 from mmrl.errors import UserError
 from mmrl.measurements.chains import Completions
+from mmrl.measurements.teachers import PathTeacher
+from mmrl.prompts.counterfactual_views import Mirrored
 from mmrl.prompts.views import View
 from mmrl.protocols.abilities import AdvantageLabelling, Completing
 from mmrl.protocols.measurement import CollectedMeasurement, PreparedMeasurement
 from mmrl.protocols.requirements import Capabilities, Needs, check, merge_needs
 from mmrl.protocols.teachers import Taught, TaughtTokens
-from mmrl.rollouts import Column, DecisionColumn, Prompt
+from mmrl.rollouts import Column, DecisionColumn, Prompt, Replay, Rollouts, Sample, get_alternatives
 from mmrl.settings import SettingsError, locate
 from mmrl.terms.term import Shaper, Term
 from tests.joints.parts import Table, close
@@ -236,3 +240,40 @@ def test_what_is_known_of_decisions_is_blank_in_all_of_its_dimensions(given):
     blank = known.blank(made.table.rollouts([1]))
     assert blank.values.shape == (1, 3, 5) and not blank.values.any()
     assert DecisionColumn.concat([known, blank]).values.shape == (5, 3, 5)
+
+
+class LeftPixel:
+    """A teacher whose likeliest token is the left pixel of the picture that it sees, and the next one after it; token k
+    has log p = -(k + 1) pixel."""
+
+    module = None
+
+    def seen(self, rollouts):
+        return torch.tensor([sample.prompt.images[0].getpixel((0, 0)) for sample in rollouts.samples])[:, None, None]
+
+    def top_k(self, rollouts, model, count):
+        return (self.seen(rollouts) + torch.arange(count)).expand(*rollouts.mask.shape, count)
+
+    def replay(self, rollouts, model):
+        listed = get_alternatives(rollouts)
+        return Replay(torch.zeros(rollouts.mask.shape), extras={"alternatives": -(listed + 1.0) * self.seen(rollouts)})
+
+
+@pytest.mark.parametrize("count", [2, None])
+def test_a_teacher_under_a_view_sees_a_prompt_that_is_changed_once(count):
+    """Pictures with pixels 3 and 5, mirrored; twice, they would be as before."""
+    picture = Image.new("L", (2, 1))
+    picture.putdata([3, 5])
+    prompt = Prompt("1", "Which?", images=(picture,))
+    rollouts = Rollouts([Sample(prompt)] * 2, [0, 1], torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool))
+
+    def view(viewed, change):
+        return replace(viewed, samples=[replace(sample, prompt=change(sample.prompt)) for sample in viewed.samples])
+
+    teachers = SimpleNamespace(policy=lambda folder, guidance: LeftPixel(), vocabulary=lambda: torch.arange(3))
+    policy = SimpleNamespace(teachers=teachers, view=view)
+    context = SimpleNamespace(policy=policy, micro_batches=[torch.tensor([1]), torch.tensor([0])])
+    listed = PathTeacher(path="folder", view=Mirrored()).choices(rollouts, context, count)
+    tokens = [5, 6] if count else [0, 1, 2]
+    assert listed.values.tolist() == [[tokens]] * 2
+    close(listed.logp, [[[-(token + 1.0) * 5 for token in tokens]]] * 2)

@@ -171,6 +171,19 @@ def test_a_step_ends_where_the_policy_has_gone_far_enough(given):
         assert made.trainer.engine.losses and made.metrics.result()["updates"] == 1
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_how_far_the_policy_has_gone_is_the_mean_over_all_micro_batches(given, rows):
+    """Row 0 alone would be further on average, row 1 alone not at all."""
+    table = Table([[-1.0, -1.0], [-1.0]], group=[0, 1], rewards=[1.0, 0.0], value=VALUES)
+    made = given(table, "rollout={prompts: 2}", f"{PPO}, epochs: 3, target_kl: 1.0}}", f"engine.micro_batch={rows}")
+    rollouts = table.rollouts()
+    rollouts.extras["steps"] = steps(table, values=VALUES, terminated=[[0.0, 1.0], [1.0]])
+    made.prepare(rollouts)
+    made.move(logp=[[0.2, 0.2], [0.0]])
+    assert len(made.minibatches[0]) == 2 // rows
+    close(made.trainer.update(made.minibatches[0], made.metrics)["surrogate/old_kl"], 2 * (math.exp(0.2) - 1.2) / 3)
+
+
 def test_the_loop_ends_a_step_early(given):
     """Its updates are far: with a learning rate of 1 the second one sees how far the first one went."""
     table = Table([[-1.0, -1.0], [-1.0]], group=[0, 1], rewards=[1.0, 0.0], value=VALUES)

@@ -107,6 +107,13 @@ def test_a_fact_of_one_rank_is_the_fact_of_the_whole_batch(parts):
             torch.testing.assert_close(shared, alone.column(name), equal_nan=True)
 
 
+def test_the_mean_of_a_group_is_that_of_its_known_members(parts):
+    """Group 1 is known of one rollout of two, group 2 of none."""
+    parts[1].accuracy = torch.tensor([NAN, 0.3, NAN])
+    for values in together(lambda batch: batch.column("group/accuracy"), *parts):
+        torch.testing.assert_close(values, torch.tensor([0.05, 0.05, 0.3, 0.3, NAN]), equal_nan=True)
+
+
 def test_what_is_missing_is_unknown(parts):
     for part in parts:
         part.accuracy = part.prompt = None
