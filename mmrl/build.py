@@ -202,7 +202,7 @@ def load_teacher(config: Config, task: Task, path: str, guidance: float | None) 
         denoising = config.section("denoising").model_copy(update={"guidance": guidance})
         config = config.model_copy(update={"denoising": denoising})
     try:
-        return config.model.frozen.load(config, task, path)
+        return config.model.load_teacher(config, task, path)
     except (OSError, ImportError, ValueError, SafetensorError) as error:
         raise UserError(f"teacher {path} cannot be loaded: {error}") from None
 

@@ -97,7 +97,7 @@ class PathTeacher(Teacher, WeightsOrigin):
         return Needs(offers=frozenset(offers if self.guidance is None else {*offers, "velocity"}))
 
     def check(self, policy: Any, config: JobConfig) -> None:
-        policy.teachers.check(self.existing())
+        policy.teachers.check(self.existing(), self.guidance)
 
     def logp(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
         return self._replayed(rollouts, context, lambda replay: replay.logp)

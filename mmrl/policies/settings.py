@@ -114,6 +114,10 @@ class ModelSettings(Choice):
         """The settings of a teacher model of the same type, which is not trained."""
         return self
 
+    def load_teacher(self, config: JobConfig, task: object, path: str) -> Policy:
+        """Loads a teacher for distillation, whose weights are at `path`. Raises as `load`."""
+        return self.frozen.load(config, task, path)
+
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
         """Returns the network at `path` on the meta device and what this job computes with it, for the memory estimate.
         Returns None for networks too small to need one. Raises UserError if the sizes are not known without weights."""

@@ -28,9 +28,9 @@ class Teachers:
         self.loader: Callable[[str, float | None], Policy] | None = None
         self._loaded: dict[tuple[str, float | None], Policy] = {}
 
-    def check(self, path: str) -> None:  # noqa: B027  (subclasses know what they need of a teacher)
-        """Raises UserError for a teacher at `path` that cannot score the policy's decisions. Does not read its
-        weights."""
+    def check(self, path: str, guidance: float | None) -> None:  # noqa: B027  (subclasses know what they need)
+        """Raises UserError for a teacher at `path` that cannot score the policy's decisions. Does not read its weights.
+        guidance: see `policy`."""
 
     def policy(self, path: str, guidance: float | None = None) -> Policy:
         """Returns a frozen teacher, which is loaded once. guidance: its classifier-free guidance scale in denoising;
@@ -73,7 +73,7 @@ class TokenTeachers(Teachers):
 
 
 @runtime_checkable
-@ability("teachers that judge its decisions (model.type=vision_language or diffusion)")
+@ability("teachers that judge its decisions (model.type=vision_language, diffusion or vision_language_action)")
 class Taught(Protocol):
     """A policy that can be distilled from teachers, which replay its rollouts."""
 

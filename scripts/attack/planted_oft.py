@@ -42,7 +42,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("oft: the base's projector in place of the adapter's", V, "oft.find_files([Path(path), folder])",
      "oft.find_files([folder, Path(path)])", PUBLISHED),
     ("oft: published names without their beginning", HEAD, "DISTRIBUTED + name: value", "name: value", PUBLISHED),
-    ("oft: a head without what it is saved beside", POLICY, 'f"head.{name}": value for name, value in head_weights.items()',
+    ("oft: a head without what it is saved beside", "mmrl/policies/vla/saved.py", 'f"head.{name}": value for name, value in head_weights.items()',
      'f"head.{name}": value for name, value in {}.items()', PUBLISHED),
     ("oft: any chunk will do", HEAD, 'if int(metadata["chunk"]) != chunk:', "if False:", REFUSED),
     ("oft: pickles are overlooked", HEAD, "if FILES[part] not in names:", "if False:", REFUSED),

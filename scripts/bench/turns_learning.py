@@ -2,9 +2,10 @@
 seeds.
 
 Rows of zoom: `zoom`, the recipe; `no_tool`, the same number of supervised steps and of GRPO steps without the tool;
-`control`, random rewards; `unrelated`, whose tool shows another part of the image. Rows of games: `cards` and its
-`control`. Each seed trains its own base. Runs that exist in --runs are not repeated; one that was interrupted starts
-again.
+`control`, random rewards; `unrelated`, whose tool shows another part of the image; `turns` (MT-GRPO's reward of the
+tool), `replay` (ARPO), `ppo` and `papo`, other methods from the same base, each with its control. Rows of games:
+`cards` and its `control`. Each seed trains its own base. Runs that exist in --runs are not repeated; one that was
+interrupted starts again.
 
 Prints the percentage of held-out questions answered right, with responses sampled at temperature 1 and with the most
 likely ones, before and after RL. `tool` and `place` are the shares of sampled conversations that use the tool, and that
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench import recipes  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
+METHODS = ("turns", "replay", "ppo", "papo")
 GAMES_BASES = ("visual_games_warm_start", "visual_games_second_warm_start", "visual_games_first_warm_start")
 # Of each recipe its rows: the configuration, the one of its warm start, and what that starts from, to the first.
 RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -38,6 +40,8 @@ RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
         "no_tool": ("visual_qa_zoom_no_tool", "visual_qa_zoom_no_tool_warm_start"),
         "control": ("visual_qa_zoom_control", "visual_qa_zoom_warm_start"),
         "unrelated": ("visual_qa_zoom_unrelated", "visual_qa_zoom_warm_start"),
+        **{row: (f"visual_qa_zoom_{row}", "visual_qa_zoom_warm_start") for row in METHODS},
+        **{f"{row}_control": (f"visual_qa_zoom_{row}_control", "visual_qa_zoom_warm_start") for row in METHODS},
     },
     "games": {
         "cards": ("visual_games", *GAMES_BASES),

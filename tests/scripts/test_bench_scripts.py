@@ -243,10 +243,10 @@ def test_gains_by_task_are_of_as_many_episodes_each():
 def test_recipes_over_turns_are_composed_with_their_controls(composed, table, tmp_path):
     arguments = ("--learning", "--seeds", "0,2", "--runs", tmp_path, "rollout.prompts=4")
     rows = table(turns, *arguments)
-    each, means = rows[:8], rows[8:]
+    each, means = rows[:24], rows[24:]
     assert [row[:2] for row in each] == [[name, seed] for seed in "02" for name in turns_learning.RECIPES["zoom"]]
     assert {tuple(row[2:6]) for row in each} == {("25.0", "75.0", "12.5", "12.5")}
-    assert {row[-1] for row in means} == {"0.0 (0.0 .. 0.0)"} and len(means) == 4
+    assert {row[-1] for row in means} == {"0.0 (0.0 .. 0.0)"} and len(means) == 12
     runs = composed.configs
     zoom, unrelated, no_tool = (
         runs[str(tmp_path / f"visual_qa_zoom{name}-2")] for name in ("", "_unrelated", "_no_tool")
@@ -255,6 +255,9 @@ def test_recipes_over_turns_are_composed_with_their_controls(composed, table, tm
     assert zoom.model.path == unrelated.model.path == base and zoom.seed == 2 and zoom.rollout.prompts == 4
     assert no_tool.task.environment.limits.max_turns == 1 and no_tool.algorithm.type == "grpo"
     assert no_tool.steps == zoom.steps and no_tool.model.path.endswith("zoom_no_tool_warm_start-2/final")
+    critic, control = (runs[str(tmp_path / f"visual_qa_zoom_{name}-2")] for name in ("ppo", "ppo_control"))
+    assert critic.model.path == control.model.path == base and critic.algorithm.type == control.algorithm.type == "ppo"
+    assert [reward.name for reward in control.task.rewards] == ["random"] != [r.name for r in critic.task.rewards]
     greedy = runs[f"eval {tmp_path / 'visual_qa_zoom-2' / 'final'}"].evaluation
     assert (zoom.evaluation.temperature, greedy.temperature) == (1.0, 0.0)
     assert (zoom.evaluation.prompts, greedy.prompts) == (500, 500)

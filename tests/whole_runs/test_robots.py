@@ -12,7 +12,7 @@ from mmrl.algorithms.algorithm import Reduction
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import evaluate
-from mmrl.policies.vla.policy import WEIGHTS
+from mmrl.policies.vla.saved import WEIGHTS
 from mmrl.protocols.batch import Batch
 from mmrl.rollouts import Replay, Steps
 from tests.whole_runs import workers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,8 @@ from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.heads.codec import ActionNormalizer, ActionStatistics, statistics_from_bounds
 from mmrl.policies.vla.heads.gaussian_settings import L1Actions
 from mmrl.policies.vla.heads.head import Head
-from mmrl.policies.vla.policy import CONFIG, WEIGHTS, Network, VisionLanguageActionPolicy, distinguishes_labels
+from mmrl.policies.vla.policy import Network, VisionLanguageActionPolicy, distinguishes_labels
+from mmrl.policies.vla.saved import CONFIG, WEIGHTS, read_saved_config
 from mmrl.policies.vla.settings import (
     ActionFlow,
     ActionHead,
@@ -34,6 +34,7 @@ from mmrl.policies.vla.settings import (
 )
 from mmrl.policies.vla.states import StateStatistics, measure_statistics
 from mmrl.policies.vla.statistics import load_action_statistics
+from mmrl.policies.vla.teachers import teacher_actions
 from mmrl.protocols.abilities import EpisodeStoring
 from mmrl.protocols.critic import CriticSettings
 from mmrl.protocols.parts import SimulatedTask
@@ -54,16 +55,13 @@ LEROBOT = ("smolvla", "pi0", "pi05")  # types of LeRobot policies that can be tr
 ARCHITECTURE_KEYS = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
 
-def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPolicy:
-    """Loads the policy at `path` with the options of `config`, and makes the simulator of `task` for it. Raises
-    UserError as `open_policy`, and for a task without a simulator."""
+def load(config: JobConfig, given: object, path: str) -> VisionLanguageActionPolicy:
+    """Loads the policy at `path` with the options of `config`, and makes the simulator of the task `given` for it.
+    Raises UserError as `open_policy`, and for a task without a simulator."""
     model: VisionLanguageActionModel = config.model
     action: Actions = config.section("action")
     rollout: EpisodePrompts = config.rollout
-    if not isinstance(task, SimulatedTask):
-        raise UserError(
-            "model.type=vision_language_action needs a task with a simulator, such as task.type=manipulation"
-        )
+    task = simulated(given)
     # all rollouts of a step play at once, unless rollout.micro_batch, which not every class has, limits their number
     num_envs = plain(rollout).get("micro_batch") or config.rollouts_per_step
     if isinstance(rollout, WorkerSampling) and rollout.workers is not None and not action.standardise:
@@ -85,6 +83,34 @@ def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPoli
         watched=task.watched or any(measurement.needs_frames for measurement in config.needs.measurements),
         stores_episodes=EpisodeStoring in config.needs.required,
     )
+
+
+def load_teacher(config: JobConfig, task: object, path: str) -> VisionLanguageActionPolicy:
+    """Loads a teacher for distillation, whose head may have other sizes than the policy's. It scores episodes and plays
+    none, so its simulator has one row. Raises UserError as `load`."""
+    model: VisionLanguageActionModel = config.model
+    rollout: EpisodePrompts = config.rollout
+    return open_policy(
+        path,
+        model.frozen,
+        teacher_actions(config.section("action"), path),
+        simulated(task).make_simulator(1),
+        critic=None,
+        seed=config.seed,
+        max_prompt_length=rollout.max_prompt_length,
+        temperature=constant(1.0),  # actions are scored at the temperature that they were sampled at
+        evaluation_temperature=0.0,
+        steps_at_once=config.engine.steps_at_once if isinstance(config.engine, EpisodeEngine) else None,
+    )
+
+
+def simulated(task: object) -> SimulatedTask:
+    """Returns the task. Raises UserError if it has no simulator."""
+    if not isinstance(task, SimulatedTask):
+        raise UserError(
+            "model.type=vision_language_action needs a task with a simulator, such as task.type=manipulation"
+        )
+    return task
 
 
 def open_policy(
@@ -407,13 +433,6 @@ def _restore(folder: Path, network: Network, action: Actions, state_dim: int) ->
             f"states; set it to {str(statistics is not None).lower()}"
         )
     return None if statistics is None else StateStatistics.from_json(statistics, state_dim)
-
-
-def read_saved_config(folder: Path) -> dict[str, Any]:
-    """Reads the `action` section that the policy in `folder` was trained with. In folders of older versions the head's
-    options are keys of that section; they become a section "head"."""
-    saved: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    return saved | {"head": {**saved, "type": saved["head"]}} if isinstance(saved["head"], str) else saved
 
 
 def _check_architecture(folder: Path, saved: dict[str, Any], action: Actions, becomes_base: bool) -> None:

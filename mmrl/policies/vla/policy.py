@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import Counter
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from einops import rearrange
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmrl.engine.flops import CallMeter, PolicyWork, Tally
@@ -39,8 +37,10 @@ from mmrl.policies.vla.episodes import (
 from mmrl.policies.vla.heads.codec import ActionNormalizer
 from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, EncodedPrefix, Head, SampledChunks
 from mmrl.policies.vla.off_policy import OffPolicyAccess, pad_chunks, stack_observations, to_robot_units
+from mmrl.policies.vla.saved import save
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
+from mmrl.policies.vla.teachers import ActionTeachers
 from mmrl.protocols.abilities import ChunkChoice
 from mmrl.protocols.trajectory import Trajectory
 from mmrl.report.settings import Log
@@ -54,13 +54,10 @@ from mmrl.rollouts import (
     Sample,
     Steps,
 )
-from mmrl.runtime.files import use_default_permissions
 from mmrl.samplers.chain import derive_seed
 from mmrl.schedules.schedule import Schedule
-from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
 
-CONFIG, WEIGHTS = "vla.json", "vla.safetensors"
 MAX_UNSCALED = 1.01  # largest absolute value of a demonstrated action without statistics: 1, and room for rounding
 log = logging.getLogger(__name__)
 States = TypeVar("States", Tensor, NDArray[np.float32])  # [n, state]
@@ -156,6 +153,7 @@ class VisionLanguageActionPolicy:
         self.normalizer, self.state_statistics, self._warned_of_ranges = normalizer, state_statistics, False
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self.choice: ChunkChoice | None = None
+        self.teachers = ActionTeachers(self)
         labels = action.labels
         # texts in the prompt that call an action good or bad; empty: prompts have none
         self.advantage_labels = ("", "") if labels is None else (labels.good, labels.bad)
@@ -274,7 +272,8 @@ class VisionLanguageActionPolicy:
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Saves the backbone in its library's own format, head and critic as `vla.safetensors`, and the settings as
         `vla.json`."""
-        save(folder, self.module, self.action, state, self.state_statistics)
+        module = self.module
+        save(folder, module.backbone, module.head, self.action, state, self.state_statistics)
 
     # --- episodes to likelihoods ---
 
@@ -578,22 +577,3 @@ def matching_targets(fields: dict[str, Tensor]) -> MatchingTargets:
         signal=1 - sigma,
         noise_space=False,
     )
-
-
-def save(
-    folder: Path, network: Network, action: Actions, state: dict[str, Tensor], state_statistics: StateStatistics | None
-) -> None:
-    """Saves a network and its settings; see `VisionLanguageActionPolicy.save`. state: state dict of `network`."""
-    weights = {name: value.contiguous() for name, value in state.items() if not name.startswith("backbone.")}
-    network.backbone.save(folder, without_prefix("backbone.", state))
-    head_weights = network.head.save(folder, without_prefix("head.", weights))
-    critic_weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
-    save_file({**critic_weights, **{f"head.{name}": value for name, value in head_weights.items()}}, folder / WEIGHTS)
-    config = plain(action) | ({} if state_statistics is None else {"states": state_statistics.to_json()})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2))
-    use_default_permissions(folder)
-
-
-def without_prefix(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with `prefix`, and removes it from their names."""
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

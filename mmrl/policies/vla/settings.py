@@ -21,6 +21,7 @@ from mmrl.protocols.abilities import (
 )
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
+from mmrl.protocols.teachers import Taught
 from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import Choice, Section, kind_of, load_attribute, option, plain
@@ -60,8 +61,8 @@ class ActionHead(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "token": "mmrl.policies.vla.settings:TokenActions",
         "flow": "mmrl.policies.vla.settings:FlowActions",
-        "regression": "mmrl.policies.vla.settings:RegressionActions",
-        "bridge": "mmrl.policies.vla.settings:BridgeActions",
+        "regression": "mmrl.policies.vla.heads.laplace_settings:RegressionActions",
+        "bridge": "mmrl.policies.vla.heads.laplace_settings:BridgeActions",
         "gaussian": "mmrl.policies.vla.heads.gaussian_settings:GaussianActions",
         "squashed_gaussian": "mmrl.policies.vla.heads.gaussian_settings:SquashedGaussianActions",
         "l1": "mmrl.policies.vla.heads.gaussian_settings:L1Actions",
@@ -272,48 +273,6 @@ class FrozenFlow(ActionFlow):
     @property
     def offers(self) -> frozenset[Offer]:
         return frozenset()
-
-
-class LaplaceActions(ActionHead):
-    """Laplace-distributed actions, with a predicted median and a learned scale."""
-
-    equation: ClassVar[str] = (
-        "log p(a) = -|a - median| / scale - log(2 scale); sampled and scored at temperature x scale"
-    )
-    source: ClassVar[str] = "RIPT-VLA, arXiv 2505.17016"
-    level: Level = option("token", "what a decision is: one number of an action, an action, or the chunk")
-    scale: float = option(0.1, "scale of the Laplace distribution before training", gt=0)
-
-    @property
-    def offers(self) -> frozenset[Offer]:
-        return frozenset({"entropy", "single_sample_kl", "reference_ratio"})
-
-
-class RegressionActions(LaplaceActions):
-    """Laplace-distributed actions, whose median comes from one learned query for each action."""
-
-    type: str = "regression"
-
-    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
-        return load_attribute("mmrl.policies.vla.heads.head:RegressionHead")(
-            self, action, action_dim, state_dim, backbone.width
-        )
-
-
-class BridgeActions(LaplaceActions):
-    """Laplace-distributed actions, whose median comes from the backbone's last layers, by bridge attention."""
-
-    source: ClassVar[str] = "VLA-Adapter, arXiv 2509.09372"
-    type: str = "bridge"
-    architecture_keys: ClassVar[tuple[str, ...]] = ("width", "depth", "queries")
-    width: int = option(128, "width of the bridge", ge=1)
-    depth: int = option(3, "blocks, one for each of the backbone's last layers", ge=1)
-    queries: int = option(16, "queries that the backbone reads", ge=1)
-
-    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
-        return load_attribute("mmrl.policies.vla.heads.head:BridgeHead")(
-            self, action, action_dim, state_dim, backbone.width
-        )
 
 
 class NormalActions(ActionHead):
@@ -536,14 +495,18 @@ class VisionLanguageActionModel(ModelSettings):
     def capabilities(self, config: JobConfig) -> Capabilities:
         """Returns what the decisions of the head and the policy support; see `ModelSettings.capabilities`."""
         action: Actions = config.section("action")
-        policy_offers: frozenset[Offer] = frozenset({"lengths", "critic", Stepwise, EpisodeStoring, OffPolicyLearning})
-        demonstration_offers: frozenset[Offer] = frozenset(
-            {"demonstrations", ExpertLabelling} if action.head.mixes_demonstrations else ()
-        )
-        label_offers: frozenset[Offer] = frozenset({AdvantageLabelling} if action.labels is not None else ())
-        offers = action.head.offers | policy_offers | demonstration_offers | label_offers
+        offers = {*action.head.offers, "lengths", "critic", Stepwise, EpisodeStoring, OffPolicyLearning}
+        if action.head.mixes_demonstrations:
+            offers |= {"demonstrations", ExpertLabelling}
+        if action.labels is not None:
+            offers.add(AdvantageLabelling)
+        # A head around a base head stores decisions that only a head around the same base can score.
+        if action.head.checkpoint_head is action.head:
+            offers.add(Taught)
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
-        return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
+        return Capabilities(
+            f"action.head.type={action.head.type}", frozenset(offers), zero_stages=(0, 1, 2), groups=("critic",)
+        )
 
     def check(self, config: JobConfig) -> None:
         """Raises ValueError for settings of other sections that the head or the policy does not support."""
@@ -588,5 +551,12 @@ class VisionLanguageActionModel(ModelSettings):
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
         return load_attribute("mmrl.policies.vla.memory_estimate:memory_model")(self, config, path)
 
+    @property
+    def frozen(self) -> VisionLanguageActionModel:
+        return self.model_copy(update={"lora": None, "freeze": []})
+
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.vla.loading:load")(config, task, path)
+
+    def load_teacher(self, config: JobConfig, task: object, path: str) -> Policy:
+        return load_attribute("mmrl.policies.vla.loading:load_teacher")(config, task, path)

@@ -8,7 +8,7 @@ import torch
 
 from mmrl.policies.vla.backbones import small
 from mmrl.policies.vla.loading import open_policy
-from mmrl.policies.vla.policy import CONFIG
+from mmrl.policies.vla.saved import CONFIG
 from mmrl.policies.vla.settings import Actions, TaughtActions, VisionLanguageActionModel
 from mmrl.protocols.critic import CriticSettings
 from mmrl.rollouts import Prompt

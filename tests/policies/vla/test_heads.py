@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Laplace, Normal, kl_divergence
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.heads.head import Head
-from mmrl.policies.vla.policy import CONFIG, WEIGHTS
+from mmrl.policies.vla.saved import CONFIG, WEIGHTS
 from mmrl.policies.vla.settings import ActionHead, Actions
 from mmrl.protocols.critic import SharedCritic
 from mmrl.protocols.requirements import Needs

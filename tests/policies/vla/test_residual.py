@@ -11,7 +11,7 @@ from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones.states_only import EmptyPrefix
 from mmrl.policies.vla.heads.head import ActionSampling
-from mmrl.policies.vla.policy import CONFIG
+from mmrl.policies.vla.saved import CONFIG
 from mmrl.samplers.chain import gaussian_noise
 from mmrl.tasks.manipulation import tiny_model
 from tests.policies.vla.conftest import KINDS, SMALL_FLOW

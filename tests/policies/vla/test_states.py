@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vla import states
 from mmrl.policies.vla.backbones import small
 from mmrl.policies.vla.heads.codec import ActionStatistics
-from mmrl.policies.vla.policy import CONFIG
+from mmrl.policies.vla.saved import CONFIG
 from mmrl.sims import build
 from tests.policies.vla.conftest import CHUNK, KINDS, starts
 from tests.sims.line_simulator import Line

@@ -11,7 +11,7 @@ from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones.backbone import CachedPrefix
 from mmrl.policies.vla.heads.head import ActionSampling
-from mmrl.policies.vla.policy import CONFIG
+from mmrl.policies.vla.saved import CONFIG
 from mmrl.samplers.chain import gaussian_noise
 from tests.policies.vla.conftest import FROZEN_FLOW, KINDS, SMALL_FLOW
 from tests.policies.vla.test_critics import quiet

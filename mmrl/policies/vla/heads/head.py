@@ -23,8 +23,9 @@ from mmrl.errors import UserError
 from mmrl.generation.sampling import add_gumbel_noise
 from mmrl.kernels import hidden_logprob
 from mmrl.policies.vla.heads.codec import ActionCodec
+from mmrl.policies.vla.heads.laplace_settings import BridgeActions, LaplaceActions, RegressionActions
 from mmrl.policies.vla.heads.layers import BridgeBlock
-from mmrl.policies.vla.settings import Actions, BridgeActions, LaplaceActions, Level, RegressionActions, TokenActions
+from mmrl.policies.vla.settings import Actions, Level, TokenActions
 
 SampledChunks = dict[str, Tensor]
 CLIP = 1e-6  # distance of uniform samples from 0 and 1, where Laplace noise is infinite

@@ -26,7 +26,7 @@ class VisionLanguageTeachers(TokenTeachers):
         super().__init__(student)
         self.tokens = tokens
 
-    def check(self, path: str) -> None:
+    def check(self, path: str, guidance: float | None) -> None:
         """Raises UserError unless the teacher at `path` has the vocabulary and image patches of the student."""
         try:
             processor = AutoProcessor.from_pretrained(path)
