@@ -95,7 +95,7 @@ def check_reads_alike(path: str, student: VisionLanguageActionPolicy, teacher: V
             "action.* and task.* options"
         )
     actions = torch.linspace(-1, 1, 5)[:, None, None].expand(-1, 1, sim.simulator.action_dim)
-    if not np.allclose(*(to_robot_units(actions, policy.normalizer) for policy in (student, teacher))):
+    if not np.allclose(to_robot_units(actions, student.normalizer), to_robot_units(actions, teacher.normalizer)):
         raise UserError(
             f"teacher {path} converts actions to the robot's units by other statistics than the model; take a teacher "
             "that was trained with the same action.statistics"
