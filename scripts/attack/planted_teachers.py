@@ -4,10 +4,12 @@ from __future__ import annotations
 
 C, D, M = "mmrl/core/regularizers.py", "mmrl/terms/losses/distillation.py", "mmrl/measurements/teachers.py"
 S, V = "mmrl/measurements/teacher_server.py", "mmrl/policies/vlm/responses/teachers.py"
-CORE, TOKENS, STEPS = (
+A, L = "mmrl/policies/vla/teachers.py", "mmrl/policies/vla/loading.py"
+CORE, TOKENS, STEPS, ACTIONS = (
     ("core/test_distillation.py",),
     ("whole_runs/test_teachers.py",),
     ("whole_runs/test_image_teachers.py",),
+    ("whole_runs/test_action_teachers.py",),
 )
 
 # fmt: off
@@ -33,4 +35,13 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("teachers of steps: the student's guidance", M, "teacher = context.policy.teachers.policy(self.folder, self.guidance)\n        changed = rollouts if viewed",
      "teacher = context.policy.teachers.policy(self.folder, None)\n        changed = rollouts if viewed", STEPS),
     ("teachers of steps: a reference is overwritten", M, "if rollouts.ref_prediction is not None:", "if rollouts.ref_prediction is None and False:", STEPS),
+    ("teachers of actions: a head of the student's size", A, 'return action.model_copy(update={"head": with_sizes(action.head, saved["head"])})', "return action", ACTIONS),
+    ("teachers of actions: any decisions will do", A, "if theirs != ours:", "if False:", ACTIONS),
+    ("teachers of actions: another backbone is not noticed", A, "    if differing:\n", "    if False:\n", ACTIONS),
+    ("teachers of actions: another robot is not noticed", A, "if not np.allclose(", "if False and not np.allclose(", ACTIONS),
+    ("teachers of actions: guidance is ignored", A, "if guidance is not None:", "if False:", ACTIONS),
+    ("teachers of actions: stored outputs are given to a teacher", A, "if self.policy_taught.caches_prefixes:", "if False:", ACTIONS),
+    ("teachers of actions: the student teaches itself", L, "teacher_actions(config.section(\"action\"), path),", "config.section(\"action\"),", ACTIONS),
+    ("teachers of actions: the teacher is loaded from the student's path", "mmrl/build.py", "config.model.load_teacher(config, task, path)",
+     "config.model.load_teacher(config, task, config.model.path or path)", ACTIONS),
 ]

@@ -3,6 +3,7 @@ from the two networks' outputs."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,7 +11,9 @@ from safetensors.torch import load_file
 from mmrl import build
 from mmrl.config import load
 from mmrl.errors import UserError
+from mmrl.policies.vla.heads.codec import ActionStatistics
 from mmrl.policies.vla.saved import WEIGHTS
+from mmrl.policies.vla.teachers import check_reads_alike
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import close
 from tests.whole_runs.parts import ROBOTS, distance, gradient, make, metrics, release, train, under
@@ -156,3 +159,19 @@ def test_a_teacher_that_reads_observations_otherwise_is_refused(tmp_path, teache
     (folder / "small_vla.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"makes other inputs \(.+\) of an observation"):
         train(tmp_path / "run", distilled(folder), base=ROBOTS)
+
+
+def test_a_teacher_for_another_robot_is_refused(tmp_path, teachers):
+    """Its actions stand for other movements: 1 is 2 in the robot's units."""
+    student, teacher = (opened(teachers["token"], *TAUGHT["token"]) for _ in range(2))
+    check_reads_alike("X", student, teacher)
+    teacher.normalizer = ActionStatistics(q01=np.array([-2.0]), q99=np.array([2.0]), mask=np.array([True]))
+    with pytest.raises(UserError, match="teacher X converts actions to the robot's units by other statistics"):
+        check_reads_alike("X", student, teacher)
+
+
+def test_a_student_that_keeps_no_images_has_no_teacher(tmp_path, teachers):
+    student = opened(teachers["token"], *TAUGHT["token"])
+    student.caches_prefixes = True
+    with pytest.raises(UserError, match=r"train a part of the backbone \(model\.freeze\)"):
+        student.teachers.check(str(teachers["token"]), None)
