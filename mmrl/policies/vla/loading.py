@@ -55,13 +55,13 @@ LEROBOT = ("smolvla", "pi0", "pi05")  # types of LeRobot policies that can be tr
 ARCHITECTURE_KEYS = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
 
-def load(config: JobConfig, given: object, path: str) -> VisionLanguageActionPolicy:
-    """Loads the policy at `path` with the options of `config`, and makes the simulator of the task `given` for it.
-    Raises UserError as `open_policy`, and for a task without a simulator."""
+def load(config: JobConfig, job_task: object, path: str) -> VisionLanguageActionPolicy:
+    """Loads the policy at `path` with the options of `config`, and makes the simulator of `job_task` for it. Raises
+    UserError as `open_policy`, and for a task without a simulator."""
     model: VisionLanguageActionModel = config.model
     action: Actions = config.section("action")
     rollout: EpisodePrompts = config.rollout
-    task = simulated(given)
+    task = simulated(job_task)
     # all rollouts of a step play at once, unless rollout.micro_batch, which not every class has, limits their number
     num_envs = plain(rollout).get("micro_batch") or config.rollouts_per_step
     if isinstance(rollout, WorkerSampling) and rollout.workers is not None and not action.standardise:

@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.policies.vla.heads.codec import ActionNormalizer
 from mmrl.policies.vla.off_policy import to_robot_units
 from mmrl.policies.vla.saved import CONFIG, read_saved_config
 from mmrl.policies.vla.settings import ActionHead, Actions
 from mmrl.protocols.parts import Policy
 from mmrl.protocols.teachers import Teachers
 from mmrl.settings import plain
-
-if TYPE_CHECKING:
-    from mmrl.policies.vla.policy import VisionLanguageActionPolicy
+from mmrl.sims import Observation, VectorSim
 
 SIZES = ("width", "depth", "layers")  # options of a head that may differ between teacher and student
+
+
+class ActionPolicy(Protocol):
+    """The inputs and the scale of actions of a `VisionLanguageActionPolicy`, in which student and teacher must agree."""
+
+    module: nn.Module
+    action: Actions
+    sim: VectorSim
+    normalizer: ActionNormalizer | None
+    caches_prefixes: bool
+
+    def prepare(self, observation: Observation) -> list[Any]:
+        """Preprocesses each row of an observation."""
+        ...
+
+    def collate(self, prepared: list[Any]) -> dict[str, Tensor]:
+        """Collates rows of `prepare` to the network's inputs."""
+        ...
+
+    def robot_state(self, observation: Observation) -> Tensor:
+        """Returns the robot's states, [row, state]."""
+        ...
 
 
 class ActionTeachers(Teachers):
     """Teachers that replay the student's episodes. They get its preprocessed observations, its states and its sampled
     chunks, so they must read observations and scale actions as it does."""
 
-    def __init__(self, student: VisionLanguageActionPolicy) -> None:
-        super().__init__(student.module)
-        self.policy_taught = student
+    def __init__(self, taught: ActionPolicy) -> None:
+        """taught: the student."""
+        super().__init__(taught.module)
+        self.taught = taught
 
     def check(self, path: str, guidance: float | None) -> None:
         """Raises UserError for a teacher whose head has other decisions than the student's, for guidance, and for a
@@ -38,18 +61,17 @@ class ActionTeachers(Teachers):
                 "teacher.guidance is for models that denoise images, but model.type=vision_language_action has none; "
                 "remove it"
             )
-        if self.policy_taught.caches_prefixes:
+        if self.taught.caches_prefixes:
             raise UserError(
                 f"teacher {path} needs the images of rollouts, but with a frozen backbone these store its outputs "
                 "only; train a part of the backbone (model.freeze)"
             )
-        teacher_actions(self.policy_taught.action, path)
+        teacher_actions(self.taught.action, path)
 
     def _load(self, path: str, guidance: float | None) -> Policy:
         """Loads a teacher. Raises UserError if it reads observations or scales actions otherwise than the student."""
         teacher = super()._load(path, guidance)
-        assert isinstance(teacher, type(self.policy_taught))
-        check_reads_alike(path, self.policy_taught, teacher)
+        check_reads_alike(path, self.taught, cast(ActionPolicy, teacher))
         return teacher
 
 
@@ -78,7 +100,7 @@ def with_sizes(head: ActionHead, saved: dict[str, Any]) -> ActionHead:
     return head.model_copy(update={key: saved[key] for key in head.architecture_keys if key in SIZES})
 
 
-def check_reads_alike(path: str, student: VisionLanguageActionPolicy, teacher: VisionLanguageActionPolicy) -> None:
+def check_reads_alike(path: str, student: ActionPolicy, teacher: ActionPolicy) -> None:
     """Raises UserError unless both policies make the same inputs of the first observation of an episode, and convert
     actions to the robot's units alike. The episode is the teacher's: it starts in the teacher's simulator."""
     sim = teacher.sim
@@ -102,6 +124,6 @@ def check_reads_alike(path: str, student: VisionLanguageActionPolicy, teacher: V
         )
 
 
-def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def alike(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have the same shape and the same values, up to rounding."""
     return one.shape == other.shape and bool(torch.allclose(one.cpu().double(), other.cpu().double(), atol=1e-6))
