@@ -23,13 +23,15 @@ SIZES = ("width", "depth", "layers")  # options of a head that may differ betwee
 
 
 class ActionPolicy(Protocol):
-    """The inputs and the scale of actions of a `VisionLanguageActionPolicy`, in which student and teacher must agree."""
+    """Inputs and scale of actions of a `VisionLanguageActionPolicy`, in which student and teacher must agree."""
 
-    module: nn.Module
     action: Actions
     sim: VectorSim
     normalizer: ActionNormalizer | None
     caches_prefixes: bool
+
+    @property
+    def module(self) -> nn.Module: ...
 
     def prepare(self, observation: Observation) -> list[Any]:
         """Preprocesses each row of an observation."""
