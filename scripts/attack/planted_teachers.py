@@ -42,6 +42,4 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("teachers of actions: guidance is ignored", A, "if guidance is not None:", "if False:", ACTIONS),
     ("teachers of actions: stored outputs are given to a teacher", A, "if self.taught.caches_prefixes:", "if False:", ACTIONS),
     ("teachers of actions: the student teaches itself", L, "teacher_actions(config.section(\"action\"), path),", "config.section(\"action\"),", ACTIONS),
-    ("teachers of actions: the teacher is loaded from the student's path", "mmrl/build.py", "config.model.load_teacher(config, task, path)",
-     "config.model.load_teacher(config, task, config.model.path or path)", ACTIONS),
 ]
