@@ -296,3 +296,16 @@ def test_each_rank_restores_its_own_state(tmp_path):
             assert torch.equal(torch.get_rng_state(), states[rank])
     finally:
         torch.set_rng_state(before)
+
+
+def test_unfinished_groups_are_dealt_oldest_first():
+    """Two ranks had the groups 7, 3 and 5, each with two drafts; three ranks go on with 3, 5 and 7."""
+    pools = [
+        {"positions": [7, 3], "prompts": [70, 30], "drafts": ["7a", "7b", "3a", "3b"]},
+        {"positions": [5], "prompts": [50], "drafts": ["5a", "5b"]},
+    ]
+    shares = [store.dealt(pools, rank, 3) for rank in range(3)]
+    assert [share["positions"] for share in shares] == [[3], [5], [7]]
+    assert [share["prompts"] for share in shares] == [[30], [50], [70]]
+    assert [share["drafts"] for share in shares] == [["3a", "3b"], ["5a", "5b"], ["7a", "7b"]]
+    assert store.dealt(pools, 1, 2)["positions"] == [5] and store.dealt(pools, 0, 2)["positions"] == [3, 7]

@@ -3,7 +3,7 @@
 import torch
 
 from mmrl.generation.sampling import Sampling
-from mmrl.generation.vllm.engine import NEVER, Request, sampling_parameters
+from mmrl.generation.vllm.engine import NEVER, EngineOptions, Request, sampling_parameters
 
 
 def test_every_option_of_sampling_reaches_vllm_under_its_own_name():
@@ -23,3 +23,11 @@ def test_every_option_of_sampling_reaches_vllm_under_its_own_name():
         "detokenize": False,
     }
     assert NEVER <= -100
+
+
+def test_an_engine_gives_log_probabilities_of_the_distribution_that_it_samples_from():
+    """Those before temperature, top_p and suppressed tokens would give other ratios. Nothing of how an engine samples
+    is taken from the checkpoint's generation_config.json."""
+    arguments = EngineOptions(context=8, seed=5, dtype="bfloat16").arguments()
+    assert (arguments["logprobs_mode"], arguments["generation_config"]) == ("processed_logprobs", "vllm")
+    assert (arguments["max_model_len"], arguments["seed"], arguments["dtype"]) == (8, 5, "bfloat16")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -210,6 +211,19 @@ def test_ranks_share_what_is_imitated(given):
         parts += rollouts.group.tolist()[-1:]
         made.close()
     assert len(set(parts)) == 2 and max(parts) < 0
+
+
+def test_each_rank_imitates_its_own_part_of_what_was_drawn(given):
+    """Six of the two rows that were right: the first draw of the run, with its seed 11, three for each rank."""
+    six = [option.replace("count: 2", "count: 6") for option in IMITATION]
+    parts = []
+    for rank in (0, 1):
+        made = given(rounds([[1.0, 1.0], [0.0, 1.0]]), "rollout.prompts=2", *BASE[1:], *six, world=2, rank=rank)
+        play(made, 1)
+        (rollouts,) = play(made, 1, first=1)
+        parts.append(replayed(rollouts))
+        made.close()
+    assert parts[0] != parts[1] and parts[0] + parts[1] == random.Random("11 1").choices([0, 1], k=6)
 
 
 def test_a_policy_that_can_not_store_is_told():

@@ -85,6 +85,14 @@ def test_every_number_of_a_curve_is_the_logged_one(tmp_path):
     assert found[0, "loss"][4] == 0.30000000000000004 and found[0, "grad_norm"][4] is None
 
 
+def test_a_step_that_was_repeated_has_the_numbers_of_its_last_line(tmp_path):
+    """As after a resume: steps 3 and 4 were logged, and logged again."""
+    again = [row | {"loss": 9.0 + row["step"]} for row in healthy(4)[2:]]
+    run = read_run(write_run(tmp_path, healthy(4) + again, []))
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    assert [row["loss"] for row in run.rows[2:]] == [12.0, 13.0]
+
+
 def test_intervals_are_two_standard_errors_wide_on_each_side(tmp_path):
     page = report_html([read_run(write_run(tmp_path, healthy(4), evaluations((0, 0.25), (4, 0.5))))])
     line = next(
