@@ -8,6 +8,8 @@ TALKS = ("tasks/test_conversations.py",)
 OTHERS = ("sims/test_other_environments.py",)
 C, E = "tasks/visual_qa/data/conversations.py", "sims/turns/openenv.py"
 P, S = "sims/turns/images.py", "sims/turns/settings.py"
+PICTURES, L, D = ("tasks/test_still_lifes.py",), "tasks/visual_qa/data/still_lifes.py", "tasks/visual_qa/data/still_life_scene.py"
+CLUSTER = ("scripts/test_cluster.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -42,5 +44,23 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "        return max(share for", "        return min(share for", ("scripts/test_bench_scripts.py",)),
     ("ocr tool: its engine is missed late", S, "            try:\n                tool.check()",
      "            try:\n                tool.check  # noqa: B018", TOOLS),
+    # --- still lifes ---
+    ("still lifes: the zoom shows another card than is read", L, "zoom, str(picture.digits[shown])]", "zoom, answer]", PICTURES),
+    ("still lifes: a repeated question has the same demonstration", L, "self.seed, number, repeat])", "self.seed, number])", PICTURES),
+    ("still lifes: another object is asked about", L, "*others[: self.objects - 1]]", "*others[: self.objects - 1]][::-1]", PICTURES),
+    ("still lifes: held-out pictures are the training ones", L,
+     "rng = np.random.default_rng([SPLITS.index(self.split), self.seed, number])", "rng = np.random.default_rng([0, self.seed, number])",
+     PICTURES),
+    ("still lifes: rays are not turned by the camera", D, "rays = rays @ rotation.T", "rays = rays @ rotation", PICTURES),
+    ("still lifes: objects stand before their cards", D, "+ (0, IN_FRONT)", "- (0, IN_FRONT)", PICTURES),
+    ("still lifes: objects hide cards", D, "(down >= 2)).all()", "(down >= 1)).all()", PICTURES),
+    ("still lifes: the digits of cards are mixed", D, 'model.material(f"card{digit}").id', 'model.material(f"card{9 - digit}").id', PICTURES),
+    ("still lifes: corners are brighter", D, "light *= (1 - rng", "light *= (1 + rng", PICTURES),
+    # --- the job for Slurm ---
+    ("slurm: the run directory of the command line is not looked at", "scripts/cluster/slurm.sh", "run=${word#run_dir=} ;;", ": ;;", CLUSTER),
+    ("slurm: a reader that ends early ends the job", "scripts/cluster/slurm.sh", 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+     'hosts=("$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")', CLUSTER),
+    ("slurm: srun gives each task one processor", "scripts/cluster/slurm.sh", "export SRUN_CPUS_PER_TASK=", "export UNUSED=", CLUSTER),
+    ("slurm: torchrun kills ranks after 30 seconds", "scripts/cluster/slurm.sh", "SHUTDOWN_TIMEOUT=270", "SHUTDOWN_TIMEOUT=30", CLUSTER),
 ]
 # fmt: on

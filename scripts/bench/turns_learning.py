@@ -3,9 +3,9 @@ seeds.
 
 Rows of zoom: `zoom`, the recipe; `no_tool`, the same number of supervised steps and of GRPO steps without the tool;
 `control`, random rewards; `unrelated`, whose tool shows another part of the image; `turns` (MT-GRPO's reward of the
-tool), `replay` (ARPO), `ppo` and `papo`, other methods from the same base, each with its control. Rows of games:
-`cards` and its `control`. Each seed trains its own base. Runs that exist in --runs are not repeated; one that was
-interrupted starts again.
+tool), `replay` (ARPO), `ppo` and `papo`, other methods from the same base, each with its control. Rows of still_life:
+`zoom` and its `control`. Rows of games: `cards` and its `control`. Each seed trains its own base. Runs that exist in
+--runs are not repeated; one that was interrupted starts again.
 
 Prints the percentage of held-out questions answered right, with responses sampled at temperature 1 and with the most
 likely ones, before and after RL. `tool` and `place` are the shares of sampled conversations that use the tool, and that
@@ -42,6 +42,10 @@ RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
         "unrelated": ("visual_qa_zoom_unrelated", "visual_qa_zoom_warm_start"),
         **{row: (f"visual_qa_zoom_{row}", "visual_qa_zoom_warm_start") for row in METHODS},
         **{f"{row}_control": (f"visual_qa_zoom_{row}_control", "visual_qa_zoom_warm_start") for row in METHODS},
+    },
+    "still_life": {
+        "zoom": ("visual_qa_zoom_still_life", "visual_qa_zoom_still_life_warm_start"),
+        "control": ("visual_qa_zoom_still_life_control", "visual_qa_zoom_still_life_warm_start"),
     },
     "games": {
         "cards": ("visual_games", *GAMES_BASES),

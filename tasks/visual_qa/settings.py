@@ -17,6 +17,7 @@ from mmrl.tasks.visual_qa.data.kinds import (
     CHART_QUESTIONS,
     DIGITS_QUESTIONS,
     NAMED_QUESTIONS,
+    STILL_LIFE_COLOURS,
     VIDEO_QUESTIONS,
     ChartQuestion,
     ChartShape,
@@ -25,6 +26,7 @@ from mmrl.tasks.visual_qa.data.kinds import (
     NamedQuestion,
     NamedStyle,
     NamesSplit,
+    StillLifeColour,
     VideoQuestion,
 )
 
@@ -40,6 +42,7 @@ class Questions(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "digits": "mmrl.tasks.visual_qa.settings:DigitsData",
         "scenes": "mmrl.tasks.visual_qa.settings:ScenesData",
+        "still_lifes": "mmrl.tasks.visual_qa.settings:StillLifesData",
         "clips": "mmrl.tasks.visual_qa.settings:VideosData",
         "named_images": "mmrl.tasks.visual_qa.settings:NamedImagesData",
         "charts": "mmrl.tasks.visual_qa.settings:ChartsData",
@@ -112,6 +115,37 @@ class ScenesData(Questions):
         shares: dict[str, Any] = {"wrong_share": self.wandering, "direct": self.direct}
         train = ScenesSource("train", size=self.train_size, seed=seed, **shares, **layout)
         return train, ScenesSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
+
+
+class StillLifesData(Questions):
+    """Photograph-like pictures of a table with objects, each with a digit on a card, which the tool zoom makes legible.
+    MuJoCo renders them (extra `mujoco`). The run's seed selects the training pictures, `eval_seed` the held-out
+    ones."""
+
+    test: ClassVar[str] = "tests/tasks/test_still_lifes.py"
+    type: str = "still_lifes"
+    train_size: int = option(4800, "questions to train on", ge=1)
+    eval_size: int = option(500, "held-out questions", ge=1)
+    eval_seed: int = option(0, "random seed of the held-out pictures", ge=0)
+    objects: int = option(4, "objects of a picture", ge=1, le=len(STILL_LIFE_COLOURS))
+    colours: tuple[StillLifeColour, ...] = option(
+        STILL_LIFE_COLOURS, "a question asks for the digit of the object of one of these colors", min_length=1
+    )
+    demonstrations: int = option(
+        1, "how often each training question occurs, each time with a demonstration of its own", ge=1
+    )
+    wandering: float = option(0.0, "share of training demonstrations that zoom to a random object", ge=0, le=1)
+    direct: float = option(0.0, "share of training demonstrations that answer without a zoom", ge=0, le=1)
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.data.still_lifes import StillLifesSource
+
+        shared: dict[str, Any] = {"objects": self.objects, "asked": self.colours}
+        shares: dict[str, Any] = {"wrong_share": self.wandering, "direct": self.direct}
+        train = StillLifesSource(
+            "train", size=self.train_size, seed=seed, repeats=self.demonstrations, **shared, **shares
+        )
+        return train, StillLifesSource("heldout", size=self.eval_size, seed=self.eval_seed, **shared)
 
 
 class VideosData(Questions):

@@ -14,3 +14,5 @@ ChartQuestion = Literal["largest", "value", "above", "difference"]
 CHART_QUESTIONS: tuple[ChartQuestion, ...] = ("largest", "value", "above", "difference")
 ChartTable = Literal["barley", "iowa-electricity", "stocks", "us-employment", "wheat", "driving", "crimea"]
 ChartShape = Literal["bar", "line"]
+StillLifeColour = Literal["red", "green", "blue", "yellow", "purple"]
+STILL_LIFE_COLOURS: tuple[StillLifeColour, ...] = ("red", "green", "blue", "yellow", "purple")
