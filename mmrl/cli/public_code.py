@@ -23,7 +23,9 @@ REPOSITORIES = {
     "volcengine/verl": Repository(
         "b178a3cd",
         equal={
-            "advantage shaper": "token_baseline whitening",
+            "lambda of estimates": "constant",
+            "control": "adaptive",
+            "advantage shaper": "kl_returns token_baseline whitening",
             "algorithm": "grpo ppo",
             "baseline": "greedy leave_one_out length_weighted mean none",
             "loss term": "kl",
@@ -71,11 +73,18 @@ REPOSITORIES = {
     "akanazawa/fpo": Repository("418c2554", equal={"algorithm": "matching", "likelihood": "matching"}),
     "alibaba/ROLL": Repository(
         "8eb27cc2",
-        equal={"loss term": "kl", "surrogate": "cispo clip dual_clip mirror_descent reinforce"},
+        equal={
+            "loss term": "kl",
+            "surrogate": "cispo clip dual_clip mirror_descent reinforce tapered",
+        },
     ),
     "allenai/open-instruct": Repository(
         "e6c3044a",
-        equal={"algorithm": "preference", "loss term": "kl", "surrogate": "cispo clip"},
+        equal={
+            "algorithm": "preference",
+            "loss term": "kl",
+            "surrogate": "cispo clip",
+        },
     ),
     "AMAP-ML/GPG": Repository(
         "e096da8c",
@@ -140,6 +149,20 @@ REPOSITORIES = {
         "b402c7a3",
         equal={"transition": "cps"},
     ),
+    "Indolent-Kawhi/View-R1": Repository(
+        "093f2d82",
+        equal={"advantage shaper": "long_wrong", "weighting of kl": "difficulty"},
+    ),
+    "Infini-AI-Lab/GRESO": Repository(
+        "b2778431",
+        equal={"prompt sampler": "skip_flat"},
+        differs={
+            ("prompt sampler", "skip_flat"): (
+                "equal up to six visits in a row with explore=0.5: a hundredth of all visits is never skipped there"
+            ),
+        },
+    ),
+    "irom-princeton/dppo": Repository("cc7234ad", equal={"algorithm": "advantage_weighted"}),
     "inclusionAI/AReaL": Repository(
         "4aef98d8",
         equal={"algorithm": "grpo", "surrogate": "clip dual_clip soft"},
@@ -168,6 +191,14 @@ REPOSITORIES = {
             "surrogate": "clip dual_clip",
         },
     ),
+    "Mini-o3/Mini-o3": Repository(
+        "8654dbf4",
+        differs={
+            ("mask", "over_turn"): (
+                "mean and standard deviation of a group are of all its rollouts there, here of those that are kept"
+            ),
+        },
+    ),
     "ML-GSAI/LLaDA": Repository(
         "b7e6c356",
         equal={"likelihood of a masked response": "elbo", "order of unmasking": "confidence"},
@@ -175,11 +206,12 @@ REPOSITORIES = {
     "modelscope/ms-swift": Repository(
         "3602360a",
         equal={
+            "transform of rewards": "kl_penalty",
             "algorithm": "grpo",
             "baseline": "leave_one_out mean",
-            "components": "normalise_each",
+            "components": "normalise_each sum",
             "loss term": "kl",
-            "mask": "entropy_share",
+            "mask": "entropy_share truncated",
             "scale of advantages": "none",
             "surrogate": "cispo clip dual_clip soft",
         },
@@ -213,7 +245,11 @@ REPOSITORIES = {
     ),
     "NovaSky-AI/SkyRL": Repository(
         "a9564572",
-        equal={"algorithm": "grpo", "loss term": "kl", "surrogate": "cispo clip divergence_mask dual_clip soft"},
+        equal={
+            "algorithm": "grpo",
+            "loss term": "kl",
+            "surrogate": "cispo clip divergence_mask dual_clip soft",
+        },
     ),
     "NVIDIA-NeMo/RL": Repository(
         "7ea279ab",
@@ -258,7 +294,11 @@ REPOSITORIES = {
     ),
     "OpenRLHF/OpenRLHF": Repository(
         "3c3be623",
-        equal={"algorithm": "grpo preference", "loss term": "kl", "surrogate": "clip dual_clip"},
+        equal={
+            "algorithm": "grpo preference",
+            "loss term": "kl",
+            "surrogate": "clip dual_clip",
+        },
     ),
     "opendilab/LightRFT": Repository("49e62cb6", equal={"surrogate": "clip log_clip"}),
     "Optimization-AI/DisCO": Repository(
@@ -310,7 +350,7 @@ REPOSITORIES = {
     ),
     "RockeyCoss/SPO": Repository(
         "27a86428",
-        equal={"transition": "ddim"},
+        equal={"algorithm": "candidate_preference", "transition": "ddim"},
     ),
     "RUCAIBox/Passk_Training": Repository(
         "c3ba575e",
@@ -324,6 +364,7 @@ REPOSITORIES = {
         "5233e759",
         equal={"algorithm": "stepwise_preference"},
     ),
+    "satrams/rent-rl": Repository("5d4d38a7", equal={"transform of rewards": "certainty"}),
     "scxue/advantage_weighted_matching": Repository(
         "be513723",
         equal={"likelihood": "matching"},
@@ -335,6 +376,13 @@ REPOSITORIES = {
                 "its divisors are standard deviations plus 1e-4, here plus 1e-6; a rollout without a call of the tool "
                 "gets the advantage of the sum of both rewards there, here those of its turn and of its outcome"
             ),
+        },
+    ),
+    "SkyworkAI/Skywork-OR1": Repository(
+        "64e96afa",
+        equal={"control": "additive"},
+        differs={
+            ("control", "additive"): "equal except at the target itself, where the value falls there and stays here"
         },
     ),
     "Tencent-Hunyuan/MixGRPO": Repository(
@@ -362,6 +410,15 @@ REPOSITORIES = {
             ),
         },
     ),
+    "TIGER-AI-Lab/Pixel-Reasoner": Repository(
+        "a3a6c3a5",
+        differs={
+            ("advantage shaper", "curiosity"): (
+                "the bonus is divided by the share there, times a fourth, and less 0.05 for each further call, and it "
+                "is a part of the reward; here it is the paper's, beside the advantage"
+            ),
+        },
+    ),
     "tulerfeng/Video-R1": Repository(
         "59d65c34",
         equal={"transform of rewards": "view_contrast"},
@@ -375,7 +432,16 @@ REPOSITORIES = {
     "turboLJY/FSPO": Repository("3e21fbe9", equal={"advantage shaper": "span_signs"}),
     "THUDM/slime": Repository(
         "624b824a",
-        equal={"algorithm": "grpo", "loss term": "kl", "surrogate": "cispo clip dual_clip"},
+        equal={
+            "algorithm": "grpo",
+            "loss term": "kl",
+            "surrogate": "cispo clip dual_clip",
+        },
+    ),
+    "vwxyzjn/cleanrl": Repository(
+        "fe8d8a03",
+        equal={"action head": "gaussian"},
+        differs={("action head", "squashed_gaussian"): "1e-6 is added to the slope of tanh there, here nothing"},
     ),
     "xingzhejun/GCPO": Repository("ea6cc4d7", equal={"algorithm": "grpo"}),
     "XueZeyue/DanceGRPO": Repository(
@@ -387,6 +453,7 @@ REPOSITORIES = {
         equal={"algorithm": "grpo", "surrogate": "clip geometric group_expectation"},
     ),
     "vyseian/stable-baselines3-dsrl_dp": Repository("09115c57", equal={"loss term": "q_gradient"}),
+    "yuchen-zhu-zyc/DMPO": Repository("96af1a47", equal={"algorithm": "distribution_matching"}),
     "yifan123/flow_grpo": Repository(
         "ac4c86e8",
         equal={"transition": "flow_sde"},

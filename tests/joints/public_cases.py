@@ -24,6 +24,7 @@ def kl(estimator):
     return grpo(f"terms: [{{type: kl, coefficient: 1.0, estimator: {estimator}}}]")
 
 
+KL = {("loss term", "kl")}
 MEAN = "reduce: sequence_mean"
 # By a name of ours: the configuration, and the methods whose numbers it shows, by the title of the choice and name.
 CONFIGURATIONS = {
@@ -43,7 +44,7 @@ CONFIGURATIONS = {
         plain("transforms: [{type: pass_at_k_analytic, k: 2}]"),
         {("transform of rewards", "pass_at_k_analytic")},
     ),
-    "ppo": ("algorithm={type: ppo, gamma: 0.9, lam: 0.8}", {("algorithm", "ppo")}),
+    "ppo": ("algorithm={type: ppo, gamma: 0.9, lam: 0.8}", {("algorithm", "ppo"), ("lambda of estimates", "constant")}),
     "clip": (plain(clip("clip")), {("surrogate", "clip")}),
     "clip of sequences": (plain(clip("clip"), MEAN), {("surrogate", "clip")}),
     "clip sums": (plain(clip("clip"), "reduce: sequence_sum"), set()),
@@ -140,6 +141,17 @@ CONFIGURATIONS = {
     ),
     "log_clip": (plain("surrogate: {type: log_clip, low: 0.2, high: 0.2}", MEAN), {("surrogate", "log_clip")}),
     "clip of sequences, 0.2": (plain("surrogate: {type: clip, low: 0.2, high: 0.2}", MEAN), {("surrogate", "clip")}),
+    "tapered": (plain("surrogate: tapered"), {("surrogate", "tapered")}),
+    "truncated": (plain(clip("clip"), "masks: [truncated]"), {("mask", "truncated")}),
+    "sum": (grpo("scale: none"), {("components", "sum")}),
+    "kl reward": (
+        grpo("baseline: leave_one_out, scale: none, transforms: [{type: kl_penalty, kl: {coefficient: 0.3}}]"),
+        {("transform of rewards", "kl_penalty")},
+    ),
+    "kl returns": (
+        plain("shaping: [{type: kl_returns, kl: {coefficient: 0.5, estimator: k3}}, whitening]"),
+        {("advantage shaper", "kl_returns")},
+    ),
     "sqrt_clip": (plain("surrogate: {type: sqrt_clip, cap: 1.5}"), {("surrogate", "sqrt_clip")}),
     "sqrt_clip unequal": (plain("surrogate: {type: sqrt_clip, low: 0.02, high: 0.01}"), {("surrogate", "sqrt_clip")}),
     "gepo": (
@@ -153,9 +165,9 @@ CONFIGURATIONS = {
     ),
     "kl k3 of sequences": (
         grpo("terms: [{type: kl, coefficient: 1.0, estimator: k3}]", MEAN),
-        {("loss term", "kl")},
+        KL,
     ),
-    **{f"kl {estimator}": (kl(estimator), {("loss term", "kl")}) for estimator in ("k1", "absolute", "k2", "k3")},
+    **{f"kl {estimator}": (kl(estimator), KL) for estimator in ("k1", "absolute", "k2", "k3")},
 }
 VANILLA = "compute_policy_loss_vanilla clip_ratio_c=1e9"
 MPO = "_compute_loss loss_type=[sigmoid,bco_pair,sft] beta=0.3"
@@ -184,6 +196,7 @@ EQUAL = {
         "kl_penalty abs": "kl absolute",
         "kl_penalty k2": "kl k2",
         "kl_penalty k3": "kl k3",
+        "apply_kl_penalty low_var_kl compute_reinforce_plus_plus_outcome_advantage": "kl returns",
     },
     "hiyouga/EasyR1": {
         "compute_grpo_outcome_advantage": "grpo",
@@ -293,6 +306,9 @@ EQUAL["modelscope/ms-swift"] = {
     "compute_advantages grpo scale_rewards=none": "dr_grpo",
     "compute_advantages rloo scale_rewards=none": "rloo",
     "compute_advantages grpo scale_rewards=gdpo": "gdpo",
+    "compute_advantages grpo scale_rewards=none of two rewards": "sum",
+    "compute_advantages rloo kl_in_reward=True beta=0.3": "kl reward",
+    f"{SWIFT}bnpo overlong_filter=True": "truncated",
 }
 EQUAL["opendilab/LightRFT"] = {"PolicyLoss use_cpg_loss=True": "log_clip", "PolicyLoss": "clip of sequences, 0.2"}
 EQUAL["OpenRLHF/OpenRLHF"]["DPOLoss beta=0.3"] = "preference"
@@ -340,6 +356,7 @@ EQUAL |= {
         "_compute_vanilla_pg_loss": "reinforce",
         "_compute_cispo_loss": "cispo",
         "_compute_kimi15_loss": "mirror_descent",
+        "_compute_topr_loss": "tapered",
         "compute_approx_kl kl": "kl k1",
         "compute_approx_kl abs": "kl absolute",
         "compute_approx_kl mse": "kl k2",
@@ -369,6 +386,7 @@ EQUAL |= {
 }
 # Losses whose value is of another form with the same gradient: minus A sg(r) logp there, minus A sg(r) r / sg(r) here.
 GRADIENT_ALONE = {"cispo", "cispo above alone", "reinforce", "gpg", "dft", "mirror_descent", "disco", "disco of ratios"}
+GRADIENT_ALONE |= {"tapered"}
 GRADIENT_ALONE |= {"log_clip"}  # A log p there, A (log p - log old p) here
 # By repository and function: the configuration whose numbers differ; `mmrl methods` says how, and why.
 DIFFERENT = {

@@ -6,14 +6,20 @@ returned: advantages, or a loss and its gradient by the log-probabilities; of de
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mmrl.measurements.chains import CandidateCompletions
 from mmrl.measurements.implicit import ImplicitRewards, outcome_loss
-from mmrl.rollouts import REPLAYED, DecisionColumn, Spans, Turns
+from mmrl.prompts.sampler import Outcome, Permutation, PromptSampler
+from mmrl.rollouts import REPLAYED, Column, DecisionColumn, Spans, Turn, Turns
+from mmrl.schedules.schedule import Schedule
+from mmrl.settings import choose
 from tests.joints.parts import GARBAGE, Table, close
 from tests.joints.public_cases import INPUTS
+from tests.joints.test_turn_credit import talk
 
 HERE = __name__
 PUBLIC = json.loads((Path(__file__).parent / "credit_numbers.json").read_text())["repositories"]
@@ -28,12 +34,24 @@ SHOWN = {
     ("transform of rewards", "view_contrast"): {"tulerfeng/Video-R1"},
     ("mask", "small_advantages"): {"597358816/EFRame"},
     ("source", "advantage_replay"): {"597358816/EFRame"},
+    ("algorithm", "candidate_preference"): {"RockeyCoss/SPO"},
+    ("algorithm", "distribution_matching"): {"yuchen-zhu-zyc/DMPO"},
+    ("advantage shaper", "long_wrong"): {"Indolent-Kawhi/View-R1"},
+    ("weighting of kl", "difficulty"): {"Indolent-Kawhi/View-R1"},
+    ("transform of rewards", "certainty"): {"satrams/rent-rl"},
+    ("prompt sampler", "skip_flat"): {"Infini-AI-Lab/GRESO"},
+    ("control", "adaptive"): {"volcengine/verl"},
+    ("control", "additive"): {"SkyworkAI/Skywork-OR1"},
 }
 DIFFERENT = {
     ("advantage shaper", "subtree_advantages"): {"multimodal-art-projection/TreePO"},
     ("advantage shaper", "node_gains"): {"THUDM/TreeRL"},
     ("advantage shaper", "turn_returns"): {"SiliangZeng/Multi-Turn-RL-Agent"},
     ("transform of rewards", "view_contrast"): {"tulerfeng/Video-R1"},
+    ("advantage shaper", "curiosity"): {"TIGER-AI-Lab/Pixel-Reasoner"},
+    ("mask", "over_turn"): {"Mini-o3/Mini-o3"},
+    ("prompt sampler", "skip_flat"): {"Infini-AI-Lab/GRESO"},
+    ("control", "additive"): {"SkyworkAI/Skywork-OR1"},
 }
 PLAIN = "algorithm={type: grpo, baseline: none, scale: none%s}"
 
@@ -202,6 +220,162 @@ def test_advantages_of_turns_with_a_tool(given, function, second, is_equal):
     made.prepare(rollouts)
     assert agree(rollouts.advantages, expected["advantages"], atol=5e-4) is is_equal
     assert not agree(rollouts.advantages, expected["advantages"])
+
+
+def test_conversations_that_reach_the_limit(given):
+    """They leave the loss in both; here the statistics of their group, too."""
+    expected = numbers_of("Mini-o3/Mini-o3", "compute_grpo_outcome_advantage ignore_exceed")
+    one = table()
+    made = given(one, "algorithm={type: grpo, masks: [over_turn]}", "rollout.group_size=3")
+    rollouts = one.rollouts()
+    ends = [talk(end="turns" if flag else "environment") for flag in expected["exceeded"]]
+    samples = [replace(s, conversation=end) for s, end in zip(rollouts.samples, ends, strict=True)]
+    rollouts = replace(rollouts, samples=samples)
+    made.prepare(rollouts)
+    learned = rollouts.advantages.expand(6, 4).where(rollouts.mask, 0.0)
+    assert not agree(learned, expected["advantages"])
+    for row, flag in enumerate(expected["exceeded"]):
+        assert (not learned[row].any()) is (not any(expected["advantages"][row])) is flag
+
+
+def test_a_bonus_for_a_tool_that_is_used_too_seldom(given):
+    """There it is divided by the share, by 4 and so on, a part of the reward, and smaller the more calls there are."""
+    expected = numbers_of("TIGER-AI-Lab/Pixel-Reasoner", "shaped rewards")
+    one = Table([[-1.0]] * 6, rewards=expected["accuracy"])
+    made = given(one, PLAIN % ", shaping: [curiosity]", "rollout={prompts: 1, group_size: 6}")
+    called, answered = Turn("zoom()", tool="zoom"), Turn("1")
+    talks = [talk(*[called] * calls, answered) for calls in expected["calls"]]
+    rollouts = one.rollouts()
+    samples = [replace(s, conversation=each) for s, each in zip(rollouts.samples, talks, strict=True)]
+    turns = Turns(torch.zeros(6, 1, dtype=torch.long), torch.ones(6, 1, dtype=torch.bool), torch.zeros(6, 1))
+    rollouts = replace(rollouts, samples=samples, extras={"turns": turns})
+    made.prepare(rollouts)
+    bonus = rollouts.advantages[:, 0] - torch.tensor(expected["accuracy"])
+    theirs = torch.tensor(expected["rewards"]) - torch.tensor(expected["accuracy"])
+    assert (bonus > 0).tolist() == (theirs > 0).tolist() == [calls > 0 for calls in expected["calls"]]
+    close(bonus[1], 0.5 * (0.3 - 1 / 6))
+    close(theirs[1], (0.3 - 1 / 6) / 2 / (1 / 6) * 0.25)
+
+
+# --- losses of groups ---
+
+
+@pytest.mark.parametrize("eps", [0.1, 0.03])
+def test_pairs_of_candidates_whose_ratios_are_clamped(given, eps):
+    """The loss is a mean over steps. The policy is the reference when its rollouts are prepared."""
+    expected = numbers_of("RockeyCoss/SPO", f"loss eps={eps} beta=2")
+    one = Table(expected["logp"])
+    algorithm = f"algorithm={{type: candidate_preference, beta: 2.0, clip: {eps}}}"
+    made = given(one, algorithm, "rollout={prompts: 1, group_size: 3}")
+    rollouts = one.rollouts()
+    rollouts.extras[CandidateCompletions().name] = Column(torch.tensor(expected["completions"]))
+    made.prepare(rollouts)
+    made.move(logp=expected["moved"])
+    close(made.learn(), expected["loss"])
+    close(made.gradient(), expected["gradient"])
+
+
+@pytest.mark.parametrize("baseline", ["none", "mean", "present", "negative"])
+def test_distributions_that_are_matched(given, baseline):
+    """Half the way was gone when the rollouts were made. The reference is where the policy began."""
+    expected = numbers_of("yuchen-zhu-zyc/DMPO", f"compute_loss centering={baseline}")
+    one = Table(INPUTS["old_logp"][:3], rewards=INPUTS["rewards"][:3])
+    algorithm = f"algorithm={{type: distribution_matching, alpha: {expected['alpha']}, weight_baseline: {baseline}}}"
+    made = given(one, algorithm, "rollout={prompts: 1, group_size: 3}", "algorithm.epochs=2")
+    moved = INPUTS["moved"][:3]
+    made.move(logp=[[value / 2 for value in row] for row in moved])
+    made.prepare()
+    made.move(logp=moved)
+    close(made.learn(), expected["loss"], atol=2e-5)
+    assert agree(made.gradient(), expected["gradient"])
+
+
+# --- lengths, difficulty, certainty ---
+
+
+def test_wrong_responses_that_are_longer_than_right_ones(given):
+    """Right are rewards of 1 there, above a threshold here. Lengths there were 20000 times as large, and its base of
+    1.00001, in fp32, is that of one token."""
+    expected = numbers_of("Indolent-Kawhi/View-R1", "group_norm use_stcr")
+    options = f"{{type: long_wrong, base: {expected['base']}, threshold: 0.9}}"
+    made = given(table(rewards=expected["rewards"]), f"algorithm.shaping=[{options}]", "rollout.group_size=3",
+                 "algorithm.scale=group_std")  # fmt: skip
+    assert agree(made.prepare().advantages.expand(6, 4), expected["advantages"])
+
+
+def test_penalties_by_the_difficulty_of_the_prompt(given):
+    """The mean over sequences of their means of k3. The surrogate has no gradient where the ratio is 1 and rewards
+    alone differ, so its part is taken away."""
+    expected = numbers_of("Indolent-Kawhi/View-R1", "calculate_kl_weight use_dads")
+    one = table(rewards=expected["rewards"], accuracy=expected["accuracy"])
+    term = "{type: kl, coefficient: %s, estimator: k3, weighting: difficulty}"
+    gradients = []
+    for coefficient in (1.0, 1.0e-12):
+        config = PLAIN % f", reduce: sequence_mean, terms: [{term % coefficient}]"
+        made = given(one, config, "rollout.group_size=3", "algorithm.epochs=2")
+        made.prepare()
+        made.move(logp=INPUTS["moved"])
+        made.learn()
+        gradients.append(made.gradient())
+    assert agree(gradients[0] - gradients[1], expected["gradient"])
+
+
+def test_the_mean_entropy_is_the_reward(given):
+    expected = numbers_of("satrams/rent-rl", "minimize_entropy")
+    config = PLAIN % ", transforms: [{type: certainty, outcome: 0}]"
+    made = given(table(entropy=expected["entropy"]), config, "rollout.group_size=3")
+    close(made.prepare().advantages[:, 0], expected["rewards"])
+
+
+# --- prompts and controls ---
+
+
+@pytest.mark.parametrize(
+    ("function", "is_equal"),
+    [
+        ("easy_probabilistic_skip p=0.5", True),
+        ("hard_probabilistic_skip p=0.5", True),
+        ("easy_probabilistic_skip p=0.5 of 9 visits", False),
+    ],
+)
+def test_prompts_that_are_skipped(monkeypatch, function, is_equal):
+    """With a random number u there, 1 - u here. A hundredth of all visits is never skipped there."""
+    reward = 1.0 if function.startswith("easy") else 0.0
+    found, theirs = [], []
+    for case in numbers_of("Infini-AI-Lab/GRESO", function)["cases"]:
+        for number, skipped in case["skipped"]:
+            sampler = choose(PromptSampler, {"type": "skip_flat", "explore": 0.5})
+            sampler.start(2, 0)
+            for _ in range(case["visits"]):
+                sampler.observe([Outcome(0, (reward,) * 3, (reward,) * 3)])
+            order = iter([[0], [1]])
+            monkeypatch.setattr(Permutation, "draw", lambda self, count, order=order: next(order))
+            drawn = SimpleNamespace(random=lambda number=number: 1 - number)
+            monkeypatch.setattr(type(sampler), "rng", lambda self, key, drawn=drawn: drawn)
+            found.append(sampler.draw(1) == [1])
+            theirs.append(skipped)
+    assert (found == theirs) is is_equal
+
+
+@pytest.mark.parametrize(
+    ("repository", "function", "kind", "is_equal"),
+    [
+        ("volcengine/verl", "AdaptiveKLController", "adaptive", True),
+        ("SkyworkAI/Skywork-OR1", "EntController", "additive", True),
+        ("SkyworkAI/Skywork-OR1", "EntController at the target", "additive", False),
+    ],
+)
+def test_values_that_follow_a_metric(repository, function, kind, is_equal):
+    """A coefficient of entropies falls at the target itself there, here it stays."""
+    expected = numbers_of(repository, function)
+    bounds = {"low": expected["least"], "high": expected["most"]} if "most" in expected else {}
+    options = {name: expected[name] for name in ("start", "target", "rate")}
+    control = choose(Schedule, {"type": kind, "metric": "followed", **options, **bounds})
+    found = []
+    for step, metric in enumerate(expected["metric"]):
+        control.update(step, {"followed": metric})
+        found.append(control.value)
+    assert (found == pytest.approx(expected["values"], abs=1e-7)) is is_equal
 
 
 # --- rewards, and what is learned from ---

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from mmrl.algorithms.algorithm import Algorithm
+from mmrl.algorithms.recorded.recorded import RETURNS
 from mmrl.measurements.teachers import TeacherDistributions, TeacherLikelihoods
 from mmrl.policies.discrete_diffusion.settings import MaskedLikelihood
 from mmrl.policies.vla.heads.flow import ExpertHead, FlowHead, grid
+from mmrl.policies.vla.heads.gaussian import NormalHead, SquashedGaussianHead
 from mmrl.policies.vla.settings import ActionLikelihood
 from mmrl.protocols.choices import WholeVocabulary
-from mmrl.rollouts import ALTERNATIVES, DecisionColumn, Replay
+from mmrl.rollouts import ALTERNATIVES, Column, DecisionColumn, Replay
 from mmrl.settings import choose
 from tests.joints.parts import Table, close
 from tests.joints.public_cases import INPUTS
@@ -26,6 +28,8 @@ from tests.policies.discrete_diffusion.parts import PROMPT, forget_end, policy_o
 PUBLIC = json.loads((Path(__file__).parent / "likelihood_numbers.json").read_text())["repositories"]
 # The methods that this shows, by title of the choice and name, with the repositories.
 SHOWN = {
+    ("action head", "gaussian"): {"vwxyzjn/cleanrl"},
+    ("algorithm", "advantage_weighted"): {"irom-princeton/dppo"},
     ("algorithm", "distillation"): {"huggingface/trl"},
     ("algorithm", "grpo"): {"xingzhejun/GCPO"},
     ("algorithm", "matching"): {"akanazawa/fpo"},
@@ -37,7 +41,10 @@ SHOWN = {
     ("likelihood of a masked response", "one_step"): {"dllm-reasoning/d1"},
     ("order of unmasking", "confidence"): {"ML-GSAI/LLaDA"},
 }
-DIFFERENT = {("estimator of distillation", "sampled"): {"modelscope/ms-swift"}}
+DIFFERENT = {
+    ("action head", "squashed_gaussian"): {"vwxyzjn/cleanrl"},
+    ("estimator of distillation", "sampled"): {"modelscope/ms-swift"},
+}
 
 
 def functions(repository, *begins):
@@ -153,6 +160,68 @@ def test_ratios_of_flow_matching_errors(expected):
     loss.backward()
     close(loss.detach(), expected["loss"], atol=5e-6)
     close(velocity.grad, expected["gradient"], atol=5e-6)
+
+
+class Around(NormalHead):
+    """A Gaussian head whose mean and deviations are given, one decision a chunk of one action."""
+
+    decisions = 1
+
+    def __init__(self, log_std):
+        torch.nn.Module.__init__(self)
+        self.log_std = tensor(log_std)
+
+    def clamped_log_std(self):
+        return self.log_std
+
+    def _by_level(self, values, valid):
+        return values.sum((1, 2))[:, None]
+
+
+class SquashedAround(SquashedGaussianHead, Around):
+    """The same with tanh."""
+
+    __init__ = Around.__init__
+    clamped_log_std, _by_level = Around.clamped_log_std, Around._by_level
+
+
+def scored_by(head, expected, names):
+    """The mean that a head's policy says, and its scores of what was sampled."""
+    mean = tensor(expected["mean"])[:, None].requires_grad_()
+    sampled = {name: tensor(expected[name])[:, None] for name in names} | {"temperature": torch.ones(3)}
+    return mean, head.score_around(mean, sampled, torch.ones(3, 1, dtype=torch.bool), None, None)
+
+
+def test_gaussian_actions():
+    expected = PUBLIC["vwxyzjn/cleanrl"]["numbers"]["get_action_and_value"]
+    mean, found = scored_by(Around(expected["log_std"]), expected, ["actions"])
+    close(found["logp"][:, 0], expected["logp"])
+    close(found["entropy"][:, 0], expected["entropy"])
+    found["logp"].sum().backward()
+    close(mean.grad[:, 0], expected["gradient"])
+
+
+def test_gaussian_actions_after_tanh():
+    """1e-6 is added to the slope of tanh there."""
+    expected = PUBLIC["vwxyzjn/cleanrl"]["numbers"]["get_action"]
+    _, found = scored_by(SquashedAround(expected["log_std"]), expected, ["actions", "before_tanh"])
+    close(found["logp"][:, 0], expected["logp"], atol=2e-5)
+    assert not torch.allclose(found["logp"][:, 0], tensor(expected["logp"]), atol=1e-6, rtol=0)
+
+
+def test_imitation_weighted_by_advantages():
+    """The log-likelihood of an action is a mean over its numbers there."""
+    expected = PUBLIC["irom-princeton/dppo"]["numbers"]["RWR_Gaussian.loss advantages_b_scaled"]
+    mean, found = scored_by(Around(expected["log_std"]), expected, ["actions"])
+    weights = {"temperature": expected["temperature"], "most": expected["most"]}
+    algorithm = choose(Algorithm, {"type": "advantage_weighted", "weights": weights})
+    micro = Table([[-1.0]] * 3).rollouts()
+    micro.extras[RETURNS] = Column(tensor(expected["advantages"]) + 0.3)
+    replay = Replay(found["logp"] / 2, value=torch.full((3, 1), 0.3))
+    loss = algorithm.loss(micro, replay)[0].mean()
+    loss.backward()
+    close(loss.detach(), expected["loss"])
+    close(mean.grad[:, 0], expected["gradient"])
 
 
 # --- chunks of denoising steps ---

@@ -65,6 +65,7 @@ def prepared(given, ours, numbers):
     columns = {"view": logp} | ({"value": INPUTS["values"]} if logp is INPUTS["old_logp"] else {})
     columns |= {"entropy": numbers["entropy"]} if "entropy" in numbers else {}
     columns |= {"prediction": logp} if "nft" in ours else {}
+    columns |= {"truncated": numbers["truncated"]} if "truncated" in numbers else {}
     table = Table(logp, group=numbers["group"], rewards=numbers["rewards"], **columns)
     two = ["task.names=[mark, form]", "task.weights=[1.0, 0.5]"] if table.rewards.shape[1] == 2 else []
     made = given(table, rollout_of(ours, numbers["group"]), option, "algorithm.epochs=2", *two)
@@ -84,7 +85,7 @@ def prepared(given, ours, numbers):
 def test_numbers(given, repository, function, ours):
     expected = PUBLIC[repository]["numbers"][function]
     numbers = INPUTS | expected  # some have rewards or log-probabilities of their own
-    if ours.startswith("kl ") or ours == "view":
+    if ours.startswith(("kl k", "kl absolute")) or ours == "view":
         numbers |= {"rewards": [0.0] * 6}
     made, rollouts = prepared(given, ours, numbers)
     mask, is_equal = made.table.mask, function in EQUAL.get(repository, {})
@@ -254,11 +255,11 @@ def test_mmrl_methods_names_public_code_and_differences():
     sapo = "volcengine/verl@b178a3cd, huggingface/trl@f2cd5771, hiyouga/EasyR1@b44b311b, inclusionAI/AReaL@4aef98d8, "
     others = "modelscope/ms-swift@3602360a, NovaSky-AI/SkyRL@a9564572"
     assert f"  equal by value to {sapo}{others} (tests" in "\n".join(describe_methods("soft"))
-    assert not any("equal by value" in line or "differs" in line for line in describe_methods("tapered"))
+    assert not any("equal by value" in line or "differs" in line for line in describe_methods("gaussian_weight"))
     assert "RIPO" not in "".join(describe_methods("clip"))  # it has sqrt_clip alone
 
 
 def test_the_overview_of_methods_says_as_which_code():
     notes = {line.split()[0]: line.rpartition(" (")[2] for line in describe_methods(None) if " (as " in line}
     assert notes["sqrt_clip"] == "as RIPO)" and notes["geometric"] == "as verl and 2 others)"
-    assert notes["divergence_mask"] == "as SkyRL and 1 other)" and "tapered" not in notes
+    assert notes["divergence_mask"] == "as SkyRL and 1 other)" and "gaussian_weight" not in notes

@@ -25,8 +25,9 @@ class CandidatePreference(StepwisePreference):
     """
 
     equation: ClassVar[str] = (
-        "-log sigmoid(beta (logp_t - ref_logp_t of the best candidate of step t - the same of the worst)), a mean over "
-        "steps whose candidates differ; they share x_t, and their reward is r of their ODE completion"
+        "-log sigmoid(beta (l_t of the best candidate of step t - l_t of the worst)), l = logp - ref_logp, clamped to "
+        "log(1 - clip) and log(1 + clip), a mean over steps whose candidates differ; they share x_t, and their reward "
+        "is r of their ODE completion"
     )
     source: ClassVar[str] = "SPO, arXiv 2406.04314, with rewards of completions in place of its step-aware scorer"
     test: ClassVar[str] = "tests/joints/test_candidates.py"
@@ -65,7 +66,7 @@ class CandidatePreference(StepwisePreference):
         import torch
         import torch.nn.functional as F
 
-        log_ratios = reference_log_ratios(micro, replay)
+        log_ratios = self._clamp(reference_log_ratios(micro, replay), replay)
         chosen, rejected, step = (indices.to(log_ratios.device) for indices in step_pairs(micro))
         margin = self.beta.value * (log_ratios[chosen, step] - log_ratios[rejected, step])
         weight = torch.ones_like(margin) if replay.weight is None else replay.weight[chosen, step]
