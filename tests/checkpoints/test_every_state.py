@@ -341,6 +341,8 @@ def test_going_back_restores_weights_and_averages_and_leaves_the_rest(tmp_path):
     with torch.no_grad():
         for parameter in again.policy.module.parameters():
             parameter.add_(1.0)
+    again.ema.update()
+    assert differences(kept["averages"], {name: one.state() for name, one in again._copies().items()}) != []
     again.go_back()
     after = remembered(again)
     assert differences(kept["weights"], again.engine.state()) == []
