@@ -20,6 +20,12 @@ J, X, Y = "mmrl/job.py", "mmrl/runtime/user_code.py", "mmrl/runtime/watchdog.py"
 TR = "mmrl/trainer.py"
 COUNT, STATE = ("checkpoints/test_counters.py",), ("runtime/test_settings_restored.py",)
 HEART = ("engine/test_heartbeat.py::test_a_rank_that_does_not_come_up_is_named",)
+IDLE = ("checkpoints/test_counters.py::test_steps_without_a_signal_in_a_row_are_counted_on",)
+TOLD = ("runtime/test_watchdog.py::test_an_end_that_python_does_not_notice_is_told",)
+SILENT = ("runtime/test_watchdog.py::test_a_run_that_a_c_library_ends_with_0_is_not_silent",)
+HANGS = ("runtime/test_watchdog.py::test_a_run_that_hangs_ends_in_one_line_that_names_the_key",)
+MADE = ("sims/test_environments.py::test_a_first_environment_that_cannot_be_constructed_ends_the_run",)
+MADE += ("sims/test_environments.py::test_a_later_one_loses_its_rollout",)
 EXITS, WATCH = ("runtime/test_exits.py",), ("runtime/test_watchdog.py",)
 STARTED, DOOR, SERVER = ("children/test_processes.py",), ("children/test_listener.py",), ("rewards/test_http.py",)
 TOOLS, GROWTH, OWN = ("sims/test_tools.py",), ("faults/test_growth.py",), ("rewards/test_guarded.py",)
@@ -46,20 +52,20 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("safety: the watchdog outlives its process", Y, " and os.getppid() == process:", ":", WATCH),
     ("safety: a fork has the watchdog of its parent", Y, "if not _WATCHDOGS or _WATCHDOGS[0].owner != os.getpid():", "if not _WATCHDOGS:", WATCH),
     ("safety: times of other calls count", Y, "waited.get(number, -elapsed)", "waited.get(number, max(waited.values(), default=-elapsed))", WATCH),
-    ("silence: an end that Python does not notice is not told", Y, "        for text in sudden_ends(table):", "        for text in ():", WATCH),
-    ("silence: an end on purpose is told", Y, "os.read(0, 1) == RELEASED):", "False):", WATCH),
-    ("silence: forks keep the end from being told", Y, "if not (select.select([0], [], [], 0)[0] and os.read(0, 1) == RELEASED):", "if os.read(0, 1) != RELEASED:", WATCH),
-    ("silence: calls with a limit are told too", Y, " if limit == math.inf]", "]", WATCH),
-    ("silence: a training is not watched", J, "parts.enter_context(reports_sudden_end(sudden_end_text(self.config.run_dir)))", "pass", WATCH),
+    ("silence: an end that Python does not notice is not told", Y, "        for text in sudden_ends(table):", "        for text in ():", TOLD),
+    ("silence: an end on purpose is told", Y, "os.read(0, 1) == RELEASED):", "False):", TOLD),
+    ("silence: forks keep the end from being told", Y, "if not (select.select([0], [], [], 0)[0] and os.read(0, 1) == RELEASED):", "if os.read(0, 1) != RELEASED:", TOLD),
+    ("silence: calls with a limit are told too", Y, " if limit == math.inf]", "]", TOLD),
+    ("silence: a training is not watched", J, "parts.enter_context(reports_sudden_end(sudden_end_text(self.config.run_dir)))", "pass", SILENT),
     ("silence: an end by a rank's own heartbeat is told twice", "mmrl/engine/heartbeat.py", '            say(f"mmrl: {problem}; the run ends")\n            release()', '            say(f"mmrl: {problem}; the run ends")', HEART),
-    ("silence: a simulator's constructor hangs the run", "sims/registry.py", 'with construction_watched(f"simulator {name!r} (task.simulator)", deadline_s, "task.deadline_s", remedy):', "if True:", WATCH),
-    ("silence: a reward's constructor hangs the run", "mmrl/rewards/registry.py", "        if not is_custom(name):\n            return factory()\n        limit_name", "        if True:\n            return factory()\n        limit_name", WATCH),
-    ("silence: constructors have ten times less time", X, "with ends_process(END_AFTER * limit_s, message):", "with ends_process(0.0 * limit_s, message):", WATCH),
-    ("silence: an environment that is not made is a traceback", D, "            if not self._any_made:", "            if False:", APART),
-    ("silence: a later environment ends the run", D, "        self._any_made = True\n", "", APART),
-    ("counters: steps without a signal begin anew", TR, "        self.zero_gradient_monitor.load(idle)\n", "", COUNT),
-    ("counters: unscored steps begin anew", TR, "        self.unscored_monitor.load(unscored)\n", "", COUNT),
-    ("counters: equal rewards are counted for idle steps", "mmrl/training/metrics.py", "return [self.steps, self.flat_steps]", "return [self.flat_steps, self.steps]", COUNT),
+    ("silence: a simulator's constructor hangs the run", "sims/registry.py", 'with construction_watched(f"simulator {name!r} (task.simulator)", deadline_s, "task.deadline_s", remedy):', "if True:", HANGS),
+    ("silence: a reward's constructor hangs the run", "mmrl/rewards/registry.py", "        if not is_custom(name):\n            return factory()\n        limit_name", "        if True:\n            return factory()\n        limit_name", HANGS),
+    ("silence: constructors have ten times less time", X, "with ends_process(END_AFTER * limit_s, message):", "with ends_process(0.0 * limit_s, message):", HANGS),
+    ("silence: an environment that is not made is a traceback", D, "            if not self._any_made:", "            if False:", MADE),
+    ("silence: a later environment ends the run", D, "        self._any_made = True\n", "", MADE),
+    ("counters: steps without a signal begin anew", TR, "        self.zero_gradient_monitor.load(idle)\n", "", IDLE),
+    ("counters: unscored steps begin anew", TR, "        self.unscored_monitor.load(unscored)\n", "", IDLE),
+    ("counters: equal rewards are counted for idle steps", "mmrl/training/metrics.py", "return [self.steps, self.flat_steps]", "return [self.flat_steps, self.steps]", IDLE),
     ("counters: skipped updates in a row begin anew", TR, 'self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]', 'self.accuracies = state["accuracies"]', COUNT),
     ("counters: accuracies so far are forgotten", TR, 'self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]', 'self.bad_steps = state["bad_steps"]', COUNT),
     ("counters: the best accuracy is forgotten", TR, 'self.step, self.best = state["step"], state["best"]', 'self.step = state["step"]', COUNT),

@@ -350,6 +350,18 @@ class TestBadInput:
         with pytest.raises(UserError, match=re.escape(f"is a {damaged}, which is not supported; take")):
             memory_estimate.parts(str(path))
 
+    @pytest.mark.parametrize("part", ["scheduler", "unet", "text_encoder"])
+    def test_code_that_comes_with_a_folder_does_not_run(self, copied, part):
+        """diffusers would import it as a custom part if it trusted the folder."""
+        path = copied("sd15", **{part: ["own_part", "OwnPart"]})
+        trap = path / "trap"
+        code = f"from pathlib import Path\nPath({str(trap)!r}).touch()\nclass OwnPart: pass\n"
+        for name in ("own_part.py", f"{part}/own_part.py", "pipeline.py"):
+            (path / name).write_text(code)
+        with pytest.raises(UserError) as error:
+            pipelines.load(str(path), DiffusionModel())
+        assert "\n" not in str(error.value) and not trap.exists()
+
     def test_an_index_without_a_class(self, copied):
         path = copied("sd15")
         index = json.loads((path / "model_index.json").read_text())

@@ -115,6 +115,16 @@ class TestConversion:
         with pytest.raises(UserError, match=rf"^\S*{reference.HEAD} (cannot be opened safely|is not a head)"):
             checkpoint_conversion.convert(folder, 4)
 
+    def test_a_tensor_that_is_larger_than_its_data_takes_no_memory(self, checkpoints, tmp_path):
+        """A file of 1 KB that would become four terabytes."""
+        folder = copy(checkpoints, tmp_path / "c", converted=False)
+        given = {f"module.{name}": t for name, t in reference.parts()[reference.HEAD].items()}
+        given["module.model.fc2.bias"] = torch.zeros(1).expand(10**12)
+        torch.save(given, folder / reference.HEAD)
+        said = rf"{reference.HEAD} holds a tensor module\.model\.fc2\.bias of shape \[1000000000000\], which is larger"
+        with pytest.raises(UserError, match=said):
+            checkpoint_conversion.convert(folder, 4)
+
     def test_what_is_not_known_is_named(self, checkpoints, tmp_path):
         def refused(message, chunk=4, **files):
             folder = copy(checkpoints, tmp_path / str(len(list(tmp_path.iterdir()))), converted=False)

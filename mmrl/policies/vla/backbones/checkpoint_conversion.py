@@ -86,6 +86,13 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
         raise UserError(
             f"{file} holds something else than a mapping from names to tensors; take the published file of OpenVLA-OFT"
         )
+    for name, value in loaded.items():
+        # A stride of 0 repeats a number: a file of 1 KB could demand terabytes of memory.
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise UserError(
+                f"{file} holds a tensor {name} of shape {list(value.shape)}, which is larger than its data; take the "
+                "published file of OpenVLA-OFT"
+            )
     return {name.removeprefix(oft.DISTRIBUTED): value.contiguous() for name, value in loaded.items()}
 
 
