@@ -19,6 +19,7 @@ from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.algorithms.scales.scale import Scale
 from mmrl.algorithms.surrogates.surrogate import Surrogate
 from mmrl.cli.keys import yaml_default
+from mmrl.cli.not_compared import reason_of
 from mmrl.cli.public_code import lines_of, note_of
 from mmrl.collection.extra_sources import ExtraSource
 from mmrl.config import job
@@ -234,7 +235,11 @@ def describe_method(base: type[Choice], name: str, method_class: type[Choice]) -
     for attribute in ("equation", "at_one_update", "source", *(["test"] if is_shipped else [])):
         if value := class_variable(method_class, attribute):
             lines.append(f"  {attribute.replace('_', ' ')}: {value}")
-    lines += [f"  {line}" for line in lines_of(base.title, name)]
+    compared = lines_of(base.title, name)
+    lines += [f"  {line}" for line in compared]
+    if is_shipped and not compared:
+        reason = reason_of(base.title, name, reconstructed=is_reconstructed(method_class))
+        lines.append(f"  not compared with public code: {reason}")
     if changes := class_variable(method_class, "changes"):
         lines.append(f"  changes: {', '.join(sorted(changes))}")
     if (needs := needs_of(method_class)) is not None:

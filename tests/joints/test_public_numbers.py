@@ -7,8 +7,9 @@ import pytest
 import torch
 import yaml
 
-from mmrl.cli.methods import describe_methods, methods
-from mmrl.cli.public_code import REPOSITORIES
+from mmrl.cli.methods import describe_methods, is_reconstructed, methods
+from mmrl.cli.not_compared import PARTS, REASONS, reason_of
+from mmrl.cli.public_code import REPOSITORIES, compared_with, differs_from
 from mmrl.core.credit import divergence_in_group, scale_within_group
 from mmrl.core.turns import softmin_weighted
 from mmrl.policies.discrete_diffusion.likelihoods import trace
@@ -257,6 +258,21 @@ def test_mmrl_methods_names_public_code_and_differences():
     assert f"  equal by value to {sapo}{others} (tests" in "\n".join(describe_methods("soft"))
     assert not any("equal by value" in line or "differs" in line for line in describe_methods("gaussian_weight"))
     assert "RIPO" not in "".join(describe_methods("clip"))  # it has sqrt_clip alone
+
+
+def test_each_method_is_compared_or_a_reason_is_given():
+    kinds = {(base.title, name): method_class for base, name, method_class in methods()}
+    compared = {key for key in kinds if compared_with(*key) or differs_from(*key)}
+    written = {key for key, method_class in kinds.items() if is_reconstructed(method_class)}
+    reasons = [(title, name) for title, each in REASONS.items() for names in each.values() for name in names.split()]
+    assert len(reasons) == len(set(reasons)) and not {*reasons} & {*compared, *written}
+    parts = {key for key in kinds if key[0] in PARTS} - compared - written
+    assert {*reasons} == {*kinds} - compared - written - parts
+    assert {title for title, _ in parts} == {*PARTS}
+    assert "  not compared with public code: no public code of it was found" in describe_methods("gaussian_weight")
+    assert "  not compared with public code: it was written without the authors' code" in describe_methods("rollback")
+    assert not any("not compared" in line for line in describe_methods("clip"))
+    assert reason_of("surrogate", "clip", reconstructed=False) is None
 
 
 def test_the_overview_of_methods_says_as_which_code():
