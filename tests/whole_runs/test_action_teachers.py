@@ -175,3 +175,32 @@ def test_a_student_that_keeps_no_images_has_no_teacher(tmp_path, teachers):
     student.caches_prefixes = True
     with pytest.raises(UserError, match=r"train a part of the backbone \(model\.freeze\)"):
         student.teachers.check(str(teachers["token"]), None)
+
+
+MIDDLE = [
+    "model.build=mmrl.tasks.manipulation.tiny_model:build_states",
+    "task={type: manipulation, simulator: gymnasium, tasks: [default], rows: 64}",
+    "task.options={env: 'tests.sims.middle:mmrl/Middle-v0', instruction: reach the middle, image: null, state: state, "
+    "success: is_success, max_steps: 8}",
+    "action={head: {type: gaussian}, chunk: 1, proprioception: true}",
+    "engine.micro_batch=64",
+    "evaluation={every: 0, before: true, prompts: 200}",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_student_learns_what_its_teacher_can_without_rewards(tmp_path, seed):
+    """Success on 200 held-out starts of a Gymnasium environment. The control is a teacher that has learned nothing."""
+    ends = {}
+    trained = ("steps=15", "optim={lr: 2e-3}", "rollout={prompts: 8, group_size: 16}", f"seed={seed + 10}")
+    train(tmp_path / "teacher", *MIDDLE, *trained, base=ROBOTS)
+    train(tmp_path / "control", *MIDDLE, "steps=1", "optim={lr: 1e-12}", f"seed={seed + 20}", base=ROBOTS)
+    for name in ("teacher", "control"):
+        options = (distilled(tmp_path / name / "final"), "steps=15", "optim={lr: 3e-3}", f"seed={seed}")
+        train(tmp_path / f"from {name}", *MIDDLE, *options, "rollout={prompts: 128, group_size: 1}", base=ROBOTS)
+        seen = [
+            row["evaluation/accuracy"] for row in metrics(tmp_path / f"from {name}") if "evaluation/accuracy" in row
+        ]
+        ends[name] = (seen[0], seen[-1])
+    assert ends["teacher"][1] > ends["teacher"][0] + 0.5 and ends["control"][1] < ends["control"][0] + 0.1
