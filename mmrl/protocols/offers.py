@@ -32,7 +32,7 @@ OFFERS = {
     "drafts": "responses that can be generated over several steps",
     "demonstrations": "known answers that it can be trained on beside its rollouts",
     "temperatures": "further rollouts of a step at another temperature",
-    "turns": "turns of a conversation (task.environment)",
+    "turns": "turns of a conversation (set task.environment)",
     "separate_chains": "a separate denoising chain for each rollout (denoising.likelihood.shared_states=false)",
     "candidates": "denoising steps from states that a group shares (denoising.likelihood.shared_states=true)",
     "distillation": "a few-step sampler that is distilled at the same time (model.type=few_step_diffusion)",

@@ -47,7 +47,7 @@ class DenoisingTransition(Choice):
 
     def step(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
         """Returns `coefficients` of the same arguments. Raises UserError unless each coefficient is finite, and 0-d or
-        [row]."""
+        [row], and std is at least 0."""
         step = self.coefficients(sigma, sigma_next, sigma_second)
         for name, values in step._asdict().items():
             if values.shape not in (sigma.shape, ()) or not bool(values.isfinite().all()):
@@ -56,6 +56,11 @@ class DenoisingTransition(Choice):
                     f"the transition {self.type} gave {name} of shape {list(values.shape)}, {is_finite}; "
                     f"coefficients() must return finite numbers of shape {list(sigma.shape)}"
                 )
+        if bool((step.std < 0).any()):
+            raise UserError(
+                f"the transition {self.type} gave a std of {float(step.std.min()):.3g}; coefficients() must return "
+                "0 for a step without noise, and more than 0 for others"
+            )
         return step
 
 

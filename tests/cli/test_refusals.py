@@ -101,7 +101,11 @@ def test_a_key_that_the_job_does_not_have_is_refused_in_one_line(path, known):
         ("manipulation_tabletop", "engine.zero_stage=3", "engine.zero_stage=3 does not go with"),
         ("manipulation_tabletop", "optim.groups.critic.lr=1e-3", "optim.groups.critic: this job's model has no"),
         ("manipulation_tabletop_flow", "action.head.likelihood.branching=[2]", "likelihood.branching"),
-        ("visual_qa_zoom", "rollout.extras=[self_corrections]", "needs responses that can be joined"),
+        (
+            "visual_qa_zoom",
+            "rollout.extras=[self_corrections]",
+            "joined, which model.type=vision_language in conversations (task.environment) does not have",
+        ),
     ],
 )
 def test_refusals_name_the_key_and_the_reason(recipe, override, message):

@@ -103,7 +103,7 @@ def test_facts_that_nobody_fills_in_are_refused_by_name(given, option, message):
 
 
 def test_facts_of_turns_need_turns():
-    with pytest.raises(UserError, match=r"stratified\) needs turns of a conversation \(task.environment\)"):
+    with pytest.raises(UserError, match=r"stratified\) needs turns of a conversation \(set task.environment\), which"):
         load("visual_qa_digits", ["algorithm.shaping=[{type: stratified, by: tool_calls}]"])
 
 

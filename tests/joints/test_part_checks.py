@@ -266,9 +266,16 @@ class Vanishing(FlowSDE):
         return found._replace(std=found.std / 0)
 
 
+class Negative(FlowSDE):
+    def coefficients(self, sigma, sigma_next, sigma_second):
+        found = super().coefficients(sigma, sigma_next, sigma_second)
+        return found._replace(std=-found.std)
+
+
 @pytest.mark.parametrize(
     ("transition", "message"),
     [
+        (Negative(type="own"), r"the transition own gave a std of -0\.\d+; coefficients\(\) must return 0 for a step"),
         (Short(type="own"), r"the transition own gave a_x of shape \[1\].*of shape \[3\]"),
         (Vanishing(type="own"), r"the transition own gave std of shape \[3\], not all finite"),
     ],

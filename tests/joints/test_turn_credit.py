@@ -151,7 +151,7 @@ def test_over_turn_responses_leave_the_loss_and_the_statistics(given, end):
 
 @pytest.mark.parametrize("option", ["shaping=[turn_returns]", "shaping=[curiosity]", "masks=[over_turn]"])
 def test_turn_credit_needs_turns(option):
-    with pytest.raises(UserError, match=r"needs turns of a conversation \(task.environment\), which model.type"):
+    with pytest.raises(UserError, match=r"needs turns of a conversation \(set task.environment\), which model.type"):
         load("configs/vlm/visual_qa_digits.yaml", [f"algorithm.{option}"])
     load("configs/vlm/visual_qa_zoom.yaml", [f"algorithm.{option}"])
 

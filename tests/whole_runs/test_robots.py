@@ -73,8 +73,14 @@ def test_four_steps_equal_two_and_two(tmp_path, method):
 
 
 @pytest.fixture
-def trainer(tmp_path):
-    made = make(tmp_path, PPO, base=ROBOTS)
+def options():
+    """Overrides of `trainer`, which a test may replace."""
+    return ()
+
+
+@pytest.fixture
+def trainer(tmp_path, options):
+    made = make(tmp_path, PPO, *options, base=ROBOTS)
     yield made
     release(made)
 
@@ -86,13 +92,17 @@ def set_advantages(trainer, batch):
     return batch.advantages
 
 
-def test_advantages_of_the_critic_by_hand(trainer):
-    """Two looks, then solved; one look, then cut off. The task's reward comes last, the simulator's with each look."""
+@pytest.mark.parametrize(
+    ("options", "decisions"), [((), 4), ((f"action.head={HEADS['chain']}",), 3)], ids=["token", "chain"]
+)
+def test_advantages_of_the_critic_by_hand(trainer, decisions):
+    """Two looks, then solved; one look, then cut off. The task's reward comes last, the simulator's with each look. All
+    decisions of a look, which are tokens or stochastic denoising steps, have its advantage."""
     made = trainer.policy.rollout([trainer.task.train[i] for i in range(2)], 1, [1, 2])
     batch = replace(
         made,
         rewards=torch.tensor([[1.0], [0.0]]),
-        mask=torch.ones(2, 8, dtype=torch.bool),
+        mask=torch.ones(2, 2 * decisions, dtype=torch.bool),
         extras={
             "steps": Steps(
                 mask=torch.tensor([[True, True], [True, False]]),
@@ -109,10 +119,11 @@ def test_advantages_of_the_critic_by_hand(trainer):
     cut = 0.5 * 0.6 + 0.9 * 0.3 - 0.1
     values = torch.tensor([first, last, cut])
     scaled = (values - values.mean()) / values.std()
-    expected = torch.stack([scaled[0].expand(4), scaled[1].expand(4)]).flatten(), scaled[2].expand(4)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[1, :4], expected[1], rtol=1e-4, atol=1e-5)
-    assert (found[1, 4:] == 0).all()
+    expected = scaled[:, None].expand(3, decisions)
+    torch.testing.assert_close(found[0], expected[:2].flatten(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1, :decisions], expected[2], rtol=1e-4, atol=1e-5)
+    assert (found[1, decisions:] == 0).all()
+    assert made.mask.shape[1] == decisions * made.extras["steps"].mask.shape[1]  # as many as the head has
     torch.testing.assert_close(batch.extras["steps"].returns[0], torch.tensor([first + 0.5, last + 0.7]))
 
 

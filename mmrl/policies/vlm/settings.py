@@ -158,10 +158,12 @@ class VisionLanguageModel(ModelSettings):
         # With asynchronous steps the engine already samples the next step, so it cannot sample more for this step
         if not (config.generator is not None and config.generator.steps_ahead):
             offers |= {"temperatures", ContinuingResponses}
+        source = "model.type=vision_language"
         if converses(config):
+            source += " in conversations (task.environment)"
             offers -= {JoiningResponses, DecisionTexts}  # these need a single response; rewards see only the last one
             offers |= {"turns"}
-        return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
+        return Capabilities(source, frozenset(offers), groups=("critic",))
 
     def check(self, config: JobConfig) -> None:
         """Raises ValueError for a critic, an environment or options of vLLM that do not fit this model or one
