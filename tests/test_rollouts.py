@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.collection.extra_sources import with_records
 from mmrl.rollouts import (
     Column,
     DecisionColumn,
@@ -144,6 +145,14 @@ def test_what_a_part_knows_it_keeps_and_the_rest_is_unknown():
     assert found.prompt.tolist() == [-1] and found.filler.tolist() == [False] and found.rewards is None
     assert found.extras["a"].values.tolist() == [7.0] and found.extras["b"].values.isnan().tolist() == [True]
     assert found.extras["c"].values.tolist() == [[0.0]]
+
+
+def test_fresh_rollouts_keep_what_is_known_of_them_beside_added_ones():
+    fresh, part = batch([2, 1], full=False), batch([1], full=False)
+    fresh.extras = {"a": Column(torch.tensor([1.0, 2.0]))}
+    part.extras = {"a": Column(torch.tensor([7.0])), "b": Column(torch.tensor([8.0]))}
+    found = with_records(fresh, [part]).extras
+    assert found["a"].values.tolist() == [1.0, 2.0] and found["b"].values.isnan().tolist() == [True, True]
 
 
 def test_padding_is_no_shared_decision():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.engine.ema import EMA, ema_warmup, ramp
+from mmrl.engine.ema import EMA, ema_warmup, ramp, reshard
 from tests.whole_runs import workers
 from tests.whole_runs.parts import call, distance, final
 
@@ -34,6 +34,16 @@ def test_update_by_hand_and_of_trained_parameters_only():
     shadow.update()  # 0.75 8 + 0.25 16
     assert [float(a) for a in shadow.average] == [10, 10]
     assert [float(p) for p in made] == [16, 16, 16]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_average_of_other_ranks_goes_on_at_its_update(sharded):
+    """Two ranks hold the whole average each, or a half of it."""
+    halves = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+    held = halves if sharded else [torch.cat(halves)] * 2
+    states = [{"0": values, "updates": torch.tensor(7)} for values in held]
+    found = reshard(states, sharded, [nn.Parameter(torch.zeros(2, 2))])
+    assert found["0"].tolist() == [[1, 2], [3, 4]] and int(found["updates"]) == 7
 
 
 def test_schedules():

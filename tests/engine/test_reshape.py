@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmrl.checkpoints.store import dealt, redealt
-from mmrl.engine import Engine
+from mmrl.engine import Engine, reshape
 from mmrl.engine.settings import AdamW, EngineSettings, ParameterGroup
 from mmrl.errors import UserError
 from tests.whole_runs.parts import TINY, call, command, distance, final, metrics, start, wait
@@ -131,6 +131,41 @@ def test_other_ranks_get_their_slices_of_parameters_that_can_not_be_shared_evenl
         call(on_a_rank, tmp_path, stage, step, step + 1, before, log=tmp_path / f"{step}.log", ranks=ranks)
         before = (stage, ranks)
     assert unlike(whole, torch.load(tmp_path / "weights.pt")) < 1e-6
+
+
+def test_slices_that_are_padded_are_read_without_their_padding():
+    """Parameters of 3 and 5 numbers on two ranks: slices of 2 and 3, of which the second rank's end in padding."""
+    first, second = [10, 11, 20, 21, 22], [12, -1, 23, 24, -1]
+
+    def state(numbers):
+        flat = torch.tensor(numbers, dtype=torch.float32)
+        moments = {"state": {0: {"exp_avg": flat / 10, "step": torch.tensor(4.0)}}}
+        return {"fp32_flat_groups": [flat], "optimizer_state_dict": moments}
+
+    shapes = [{"a": torch.Size([3]), "b": torch.Size([5, 1])}]
+    pieces, states = reshape.sharded_weights([state(first), state(second)], shapes, ("exp_avg",))
+    whole = {
+        name: [torch.cat([piece[key] for piece in listed]) for key in ("fp32", "exp_avg")]
+        for name, listed in pieces.items()
+    }
+    assert [values.tolist() for values in whole["a"]] == [[10, 11, 12], pytest.approx([1.0, 1.1, 1.2])]
+    assert [values.tolist() for values in whole["b"]] == [
+        [20, 21, 22, 23, 24],
+        pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4]),
+    ]
+    assert float(states[0]["step"]) == 4
+
+
+def test_bfloat16_weights_under_stage_0_go_on_from_their_fp32_copies():
+    """1 + 2^-12 is 1 in bfloat16."""
+    fine, moment = torch.tensor([[1 + 2**-12, 3.0]]), torch.tensor([[0.5, 0.25]])
+    optimizer = {"fp32_groups": [[fine]], "optimizer_state_dict": {"state": {0: {"exp_avg": moment}}}}
+    model = {"module": {"a": fine.bfloat16()}, "optimizer": optimizer}
+    pieces, _ = reshape.unsharded(model, ["a"], ("exp_avg",))
+    assert {key: values.tolist() for key, values in pieces["a"][0].items()} == {
+        "fp32": [1 + 2**-12, 3.0],
+        "exp_avg": [0.5, 0.25],
+    }
 
 
 # --- rollouts in the making ---

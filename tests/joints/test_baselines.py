@@ -222,6 +222,21 @@ def test_groups_of_like_accuracy_share_a_deviation(given):
     close(advantages(given, table, one, size=2), [a / batch for a in (-1, 1, -2, 2, -2, 2)], atol=5e-6)
 
 
+def test_cuts_between_buckets_are_quantiles_of_groups_not_of_rollouts(given):
+    """Accuracies 0.2, 0.5 and 0.9 of groups of four, two and two: groups 0 and 1 are at or below the median, whose
+    rewards 0 2 0 2 1 3 are around 4 / 3: 18 - 64 / 6 over 5. Group 2 has 0 and 8: 32 over 1."""
+    table = Table(
+        [[-1.0]] * 8,
+        group=[0, 0, 0, 0, 1, 1, 2, 2],
+        rewards=[0.0, 2.0, 0.0, 2.0, 1.0, 3.0, 0.0, 8.0],
+        accuracy=[0.2] * 4 + [0.5] * 2 + [0.9] * 2,
+    )
+    hard, easy = math.sqrt((18 - 64 / 6) / 5), math.sqrt(32)
+    expected = [-1 / hard, 1 / hard] * 3 + [-4 / easy, 4 / easy]
+    scale = "algorithm.scale={type: quantile_bucket_std, count: 2}"
+    close(advantages(given, table, scale, size=2), expected, atol=5e-6)
+
+
 def test_buckets_by_the_confidence_of_the_policy(given):
     # The mean log-likelihood of group 1 is the highest; the others share theirs.
     table = Table(

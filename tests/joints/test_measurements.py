@@ -1,6 +1,7 @@
 """Measurements from outside: taken once a step for those that list them, beside the rollouts or before the updates."""
 
 import inspect
+import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar, Protocol
@@ -12,15 +13,19 @@ from PIL import Image
 from mmrl.build import check_abilities
 from mmrl.cli.methods import DECISIONS, features_by_decision
 from mmrl.errors import UserError
+from mmrl.measurements.action_values import ActionValues
 from mmrl.measurements.chains import Completions
-from mmrl.measurements.teachers import PathTeacher
+from mmrl.measurements.implicit import ImplicitRewards
+from mmrl.measurements.noise_values import NoiseQValues
+from mmrl.measurements.teachers import PathTeacher, ReferenceTeacher, TaggedTeachers
 from mmrl.prompts.counterfactual_views import Mirrored
 from mmrl.prompts.views import View
 from mmrl.protocols.abilities import AdvantageLabelling, Completing
-from mmrl.protocols.measurement import CollectedMeasurement, PreparedMeasurement
+from mmrl.protocols.measurement import CollectedMeasurement, PreparedContext, PreparedMeasurement
 from mmrl.protocols.requirements import Capabilities, Needs, check, merge_needs
 from mmrl.protocols.teachers import Taught, TaughtTokens
 from mmrl.rollouts import Column, DecisionColumn, Prompt, Replay, Rollouts, Sample, get_alternatives
+from mmrl.samplers.chain import derive_seed
 from mmrl.settings import SettingsError, locate
 from mmrl.terms.term import Shaper, Term
 from tests.joints.parts import Table, close
@@ -277,3 +282,72 @@ def test_a_teacher_under_a_view_sees_a_prompt_that_is_changed_once(count):
     tokens = [5, 6] if count else [0, 1, 2]
     assert listed.values.tolist() == [[tokens]] * 2
     close(listed.logp, [[[-(token + 1.0) * 5 for token in tokens]]] * 2)
+
+
+def test_an_unknown_outcome_has_no_share_in_the_mean_loss():
+    """Logits of 1 and 2 for a right and a wrong response; that of 3 is unknown, so the mean is over two."""
+    rollouts = Rollouts([Sample(Prompt("1", "?"))] * 3, [0, 1, 2], torch.zeros(3).long(), torch.ones(3, 1).bool())
+    rollouts.accuracy, rollouts.ref_logp = torch.tensor([1.0, 0.0, math.nan]), torch.zeros(3, 1)
+    logits, losses = torch.tensor([[1.0], [2.0], [3.0]]), []
+    policy = SimpleNamespace(replay=lambda micro, module: Replay(logits[micro.inputs]))
+    module = SimpleNamespace(module=None, descend=lambda given, total: losses.extend(given))
+    context = SimpleNamespace(
+        policy=policy,
+        modules=SimpleNamespace(get=lambda name, make, lr: module),
+        micro_batches=[torch.tensor([0, 2]), torch.tensor([1])],
+        sum=lambda count: count,
+    )
+    scores = ImplicitRewards("accuracy", 1.0, 0.01, "after").measure(rollouts, context).values
+    close(torch.stack(losses), [math.log1p(math.exp(-1)) / 2, math.log1p(math.exp(2)) / 2])
+    close(scores, logits)
+
+
+def test_each_observation_has_noise_of_its_own_however_few_are_encoded_at_once():
+    """Five observations, of which two are encoded at once."""
+    asked = []
+
+    def denoise_prior(observations, seeds):
+        asked.extend(zip(observations, seeds, strict=True))
+        return SimpleNamespace(**dict.fromkeys(("observations", "noise", "chunks"), torch.zeros(len(seeds), 1)))
+
+    head = SimpleNamespace(encoding_sizes=(1, 1), noise_size=1, denoise_prior=denoise_prior)
+    context = SimpleNamespace(policy=SimpleNamespace(off_policy=head), micro_batches=[torch.arange(2)])
+    by_noise, by_actions = NoiseQValues(values=None, updates=1)._pairs(list("abcde"), 7, context)
+    assert asked == [(observation, derive_seed(7, i)) for i, observation in enumerate("abcde")]
+    assert by_noise.shape == by_actions.shape == (5, 2)
+
+
+def test_each_step_samples_actions_with_noise_of_its_own():
+    """Two recorded steps in groups of their own, in the first training step and in the third, of a run with seed 3."""
+    asked = []
+
+    def resample(micro, rows, seeds, logp):
+        asked.append(seeds)
+        return SimpleNamespace(observations=torch.zeros(len(rows), 1), chunks=torch.ones(len(rows), 1), logp=None)
+
+    def networks(modules, inputs, seed):
+        return SimpleNamespace(module=SimpleNamespace(fixed=lambda pairs: pairs.double().T))
+
+    values = SimpleNamespace(temperature=0.0, q_networks=networks, entropy_temperature=lambda modules: None)
+    sample = Sample(Prompt("1", "?", metadata={"tail": None}))
+    micro = Rollouts([sample] * 2, [0, 1], torch.tensor([-5, -6]), torch.ones(2, 1).bool())
+    policy = SimpleNamespace(off_policy=SimpleNamespace(resample=resample))
+    for step in (0, 2):
+        context = SimpleNamespace(policy=policy, modules=None, seed=3, step=step)
+        found = ActionValues(values, "mean").measure(micro, context)
+        close(found.q, [0.5, 0.5])
+    assert asked == [[derive_seed(derive_seed(derive_seed(3, step), 0), group) for group in (5, 6)] for step in (0, 2)]
+
+
+def test_a_tag_that_is_a_number_selects_its_teacher():
+    """Levels 3, none and 4; the keys of `by_tag` are texts."""
+    levels: list[dict] = [{"level": 3}, {}, {"level": 4}]
+    samples = [Sample(Prompt(str(i), "?", metadata=metadata)) for i, metadata in enumerate(levels)]
+    rollouts = Rollouts(samples, [0, 1, 2], torch.zeros(3).long(), torch.ones(3, 1).bool())
+    context = replace(PreparedContext(*[None] * 11), micro_batches=[torch.tensor([2, 1]), torch.tensor([0])])
+    teacher = TaggedTeachers(tag="level", by_tag={"3": ReferenceTeacher(), "4": ReferenceTeacher()})
+    found = [
+        (mask.tolist(), [rows.tolist() for rows in own.micro_batches])
+        for _, mask, own in teacher._split(rollouts, context)
+    ]
+    assert found == [([True, False, False], [[0]]), ([False, False, True], [[2]])]

@@ -63,6 +63,15 @@ def test_a_group_has_its_own_rate_and_warm_up():
     assert rates("critic.bias", range(5), *options) == [0.005, 0.01, 0.01, 0.01, 0.01]
 
 
+def test_a_group_is_of_the_parts_of_that_name_alone():
+    """`critics` and `critic_norm` are not in the group `critic`."""
+    net = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("critic", "critics", "critic_norm")})
+    options = optim(*PPO, "optim.lr=1", "optim.groups={critic: {lr: 0.01}}")
+    groups, rates = parameter_groups(net, options, 10)
+    found = by_name(net, groups, [rate(0) for rate in rates])
+    assert found == {"critic.weight": 0.01, "critics.weight": 1.0, "critic_norm.weight": 1.0}
+
+
 def test_what_a_group_does_not_say_is_the_optimizers():
     options = [*PPO, "optim.groups={critic: {lr: 0.01}}", "optim.lr=1", "optim.warmup_steps=4"]
     assert rates("critic.weight", range(5), *options) == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])

@@ -60,6 +60,7 @@ def test_a_token_of_two_sections_gets_their_mean_and_a_missing_end_is_that_of_th
         ("<b>", "", "<b>x</b>d</b>"),
         ("", "<b>", "a<b>"),
         ("d", "<b>", "d</b>"),  # an end before the beginning is none
+        ("</b>", "</b>", "</b>d</b>"),  # one text may open and close, as ``` does
         ("q", "</b>", None),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.rollouts import Replay
 from tests.joints.parts import Table, close
+from tests.joints.test_collection import Held
 
 
 def four(**columns):
@@ -243,6 +244,17 @@ def test_evaluation_has_its_own_temperature_seeds_and_weights(given):
     close([call.weights for call in asked], [first, 0.05 * first + 0.95 * 0.5])
     rolled = {seed for call in calls if call.what == "rollout" for seed in call.seeds}
     assert asked[0].seeds == asked[1].seeds and not rolled & set(asked[0].seeds)
+
+
+def test_a_generator_is_evaluated_with_the_average_and_not_with_the_trained_weights(given):
+    """The weights are 4 after a step that the average, 0, has not seen."""
+    server, held = "rollout.generator={type: vllm_server}", Held()
+    made = given(four(), server, "optim.ema=0.5", generator=held)
+    held.policy = made.trainer.policy
+    with torch.no_grad():
+        made.module.logp[0, 0] = 4.0
+    made.trainer.evaluate()
+    assert (held.given, held.weights, made.trainer.policy.weights) == (1, 0.0, 4.0)
 
 
 # --- the best weights ---

@@ -5,6 +5,7 @@ import logging
 import resource
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -292,3 +293,18 @@ def test_a_limit_of_two_threads_ends_with_the_last_of_them():
         within = resource.getrlimit(resource.RLIMIT_AS)
     thread.join()
     assert resource.getrlimit(resource.RLIMIT_AS) == before != within
+
+
+def test_a_lower_limit_of_the_process_stays():
+    """That of its surroundings, such as `ulimit -v`, which leaves less than a template may take."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    lower = pages * resource.getpagesize() + 2**28
+    resource.setrlimit(resource.RLIMIT_AS, (lower, before[1]))
+    try:
+        with template_limits.limit_memory_growth(2**31, "too large"):
+            within = resource.getrlimit(resource.RLIMIT_AS)
+        after = resource.getrlimit(resource.RLIMIT_AS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert within == after == (lower, before[1])

@@ -71,6 +71,15 @@ def test_parts_of_a_total_are_added_over_ranks_and_the_largest_value_is_told():
     assert found["correction/logp_gap"] == pytest.approx((0.1 + 0.7 + 0.4) / 3)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_largest_value_is_told_whichever_rank_has_it(monkeypatch, order):
+    metrics = Metrics(Two())
+    metrics.add("correction/logp_gap", torch.tensor([0.7, 0.1]))
+    other = {"correction/logp_gap": 0.25}
+    monkeypatch.setattr(Two, "gather", lambda self, value: [value, (value[0], other, *value[2:])][::order])
+    assert metrics.result()["correction/logp_gap_max"] == pytest.approx(0.7)
+
+
 def test_memory_is_that_of_the_rank_that_holds_most(monkeypatch):
     held = np.ones(2**27)  # 1 GiB: the process holds at least as much from now on
     found = Metrics(Two()).result()["memory/host_gib"]

@@ -4,6 +4,7 @@ are threads here; `test_processes.py` has processes."""
 import sys
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from mmrl.collection.checks import check_batch
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.generation.settings import RolloutWorkers
+from mmrl.rollouts import Prompt
 from mmrl.tasks.settings import TaskSettings
 from mmrl.workers import pool
 from mmrl.workers.handles import Handle
 from mmrl.workers.local import without_workers
-from mmrl.workers.pool import devices_of, shares
+from mmrl.workers.pool import WorkerPool, devices_of, shares
 from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, Images, make, metrics, release
 from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
 from tests.workers.threads import InThread, Running
@@ -72,6 +74,18 @@ def test_other_decisions_of_images_pass_too(tmp_path, threads, options):
 
 def test_prompts_are_shared_in_order():
     assert shares(5, 2) == [(0, 2), (2, 5)] and shares(2, 3) == [(0, 1), (1, 2)] and shares(4, 1) == [(0, 4)]
+
+
+def test_what_workers_counted_is_added_and_what_the_trainer_sees_too_counts_once():
+    """Two workers truncate a prompt and two; the trainer, which encodes all of them again, has seen two so far."""
+    made = object.__new__(WorkerPool)
+    made.policy = SimpleNamespace(counts=lambda: {"truncated": 2.0, "own": 1.0})
+    made.handles, made._counted, made._lock = [0, 1], {}, threading.Lock()
+    counts = [{"truncated": 1.0}, {"truncated": 2.0, "theirs": 4.0}]
+    made._ask = lambda handle, message, shared: {"result": handle, "counts": counts[handle]}
+    assert made._distribute([Prompt("1", "?"), Prompt("2", "?")], 1, [7, 8], {"respond": True}) == [0, 1]
+    assert made.counts() == {"truncated": 3.0, "own": 1.0, "theirs": 4.0}
+    assert made.counts() == {"truncated": 2.0, "own": 1.0}
 
 
 # --- ahead of training ---
