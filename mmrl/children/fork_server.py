@@ -87,6 +87,10 @@ class ForkServerProcess:
         try:
             answer = self._control.ask(pickle.dumps(first), Patience(START_S), MAX_ANSWER)
             problem = decode_mapping(answer, records=())["problem"]
+        except TimeoutError:
+            problem = (
+                f"it was not ready within {START_S:g} s in a process of its own; see whether its constructor hangs"
+            )
         except (OSError, ValueError, KeyError) as error:
             problem = f"its process did not start: {error!r}"
         if problem is not None:

@@ -8,7 +8,11 @@ TALKS = ("tasks/test_conversations.py",)
 OTHERS = ("sims/test_other_environments.py",)
 C, E = "tasks/visual_qa/data/conversations.py", "sims/turns/openenv.py"
 P, S = "sims/turns/images.py", "sims/turns/settings.py"
-PICTURES, L, D = ("tasks/test_still_lifes.py",), "tasks/visual_qa/data/still_lifes.py", "tasks/visual_qa/data/still_life_scene.py"
+PICTURES, L, D = (
+    ("tasks/test_still_lifes.py",),
+    "tasks/visual_qa/data/still_lifes.py",
+    "tasks/visual_qa/data/still_life_scene.py",
+)
 CLUSTER = ("scripts/test_cluster.py",)
 
 # fmt: off

@@ -2,10 +2,10 @@
 
     python scripts/attack/soak.py [--seconds S] [--only PATTERN]
 
-Each job has a worker process that makes rollouts a step ahead, an EMA, and a checkpoint every tenth step. Memory and
-counts of each process in the last third of the time are compared with those in the middle third. Then the job gets
-SIGTERM: it has to save and to end with 143, and none of its processes may be left. It needs Linux. Exits with 1 if a
-case had an unexpected result.
+Jobs of images and robots have a worker process that makes rollouts a step ahead; the job of visual questions scores in
+the background. All have an EMA, and write a checkpoint every tenth step. Memory and counts of each process in the last
+third of the time are compared with those in the middle third. Then the job gets SIGTERM: it has to save and to end with
+143, and none of its processes may be left. It needs Linux. Exits with 1 if a case had an unexpected result.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from scripts.attack.table import Table  # noqa: E402
 from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, metrics, model_folder  # noqa: E402
 
-KINDS = {"visual QA": TINY, "images": IMAGES, "robots": ROBOTS}
-OPTIONS = ["rollout.workers={count: 1, async_steps: 1}", "optim.ema=0.5", "checkpoint={every: 10, best: false}"]
-OPTIONS += ["steps=1000000", "evaluation.before=false", "evaluation.every=0"]
+AHEAD = "rollout.workers={count: 1, async_steps: 1}"
+KINDS = {"visual QA": (TINY, "rollout.score_in_background=true"), "images": (IMAGES, AHEAD), "robots": (ROBOTS, AHEAD)}
+OPTIONS = ["optim.ema=0.5", "checkpoint={every: 10, best: false}", "steps=1000000"]
+OPTIONS += ["evaluation.before=false", "evaluation.every=0"]
 COUNTS = ("descriptors", "threads", "files")  # of `Look`
 GROWTH = 1.05  # of the memory of a process, from the middle third to the last one
 WAIT_S = 300.0  # until the first step, and from SIGTERM to the end
@@ -90,7 +91,8 @@ def soaked(kind: str, seconds: float) -> str:
     with tempfile.TemporaryDirectory(prefix="mmrl-soak-") as place:
         run, own = Path(place) / "run", Path(place) / "tmp"
         own.mkdir()
-        command = [sys.executable, "-m", "mmrl", "train", str(KINDS[kind]), *OPTIONS, f"run_dir={run}"]
+        base, *more = KINDS[kind]
+        command = [sys.executable, "-m", "mmrl", "train", str(base), *more, *OPTIONS, f"run_dir={run}"]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with (Path(place) / "log.txt").open("w") as log:
             environment = os.environ | {"TMPDIR": str(own), "PYTHONPATH": path}

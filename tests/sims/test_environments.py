@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from mmrl.children import fork_server
 from mmrl.children.limits import LINUX, Limits
 from mmrl.engine import Interruption
 from mmrl.errors import UserError
@@ -248,6 +249,21 @@ def test_workers_end_with_their_owner():
         talk.answer(word)
     made.close()
     assert gone([talk.record.turns[-1].facts["pid"]])
+
+
+class NeverReady(HostileSettings):
+    type: str = "tests.sims.test_environments:NeverReady"
+
+    def make(self):
+        time.sleep(1000)
+
+
+def test_an_isolated_one_whose_constructor_hangs_is_said_with_its_key(monkeypatch):
+    monkeypatch.setattr(fork_server, "START_S", 0.5)
+    made = Processes(NeverReady(), Isolation())
+    with pytest.raises(UserError, match=r"^task\.environment: it was not ready within 0\.5 s in its own process; see"):
+        made.make().start(Prompt("p", "go on"))
+    made.close()
 
 
 def test_an_environment_that_can_not_be_made_is_said_at_once():
