@@ -140,7 +140,12 @@ def test_a_run_that_a_c_library_ends_with_0_is_not_silent(tmp_path):
         ("ctypes.CDLL(None)._exit(0)", 0, ["mmrl: cut off"]),
         ("ctypes.CDLL(None)._exit(3)", 3, ["mmrl: cut off"]),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ["mmrl: cut off"]),
-        ("os.fork() or time.sleep(3); os._exit(0)", 0, ["mmrl: cut off"]),  # a fork that lives on
+        # a fork that lives on, and speaks later
+        (
+            "os.fork() or (time.sleep(5), print('fork', file=sys.stderr, flush=True)); os._exit(0)",
+            0,
+            ["mmrl: cut off", "fork"],
+        ),
         ("sys.exit(4)", 4, []),
         ("release(); os._exit(5)", 5, []),
         ("pid = os.fork(); pid or os._exit(0); os.waitpid(pid, 0)", 0, []),  # of the fork, not of the process
