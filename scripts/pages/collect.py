@@ -24,6 +24,7 @@ FOLDERS = ("mmrl", "tasks", "sims", "configs", "scripts")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 ITEM = re.compile(r"^( *)([-*]|\d+\.) ")
 WIDE = "---\nhide: [toc]\n---\n"  # tables of keys take the room of the table of contents
+ALONE = "---\nhide: [navigation]\n---\n"  # the start page is alone in its sidebar: commands take the room
 FENCE = re.compile(r"^ *```")
 
 
@@ -148,7 +149,8 @@ def collect(out: Path = OUT) -> None:
         text = page.read_text()
         target = out / page.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(python_markdown(without_source_links(text)))
+        start = ALONE if page == ROOT / "README.md" else ""
+        target.write_text(start + python_markdown(without_source_links(text)))
         for image in images(page, text):
             copy = out / image.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
