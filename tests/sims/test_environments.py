@@ -261,7 +261,7 @@ class NeverReady(HostileSettings):
 def test_an_isolated_one_whose_constructor_hangs_is_said_with_its_key(monkeypatch):
     monkeypatch.setattr(fork_server, "START_S", 0.5)
     made = Processes(NeverReady(), Isolation())
-    with pytest.raises(UserError, match=r"^task\.environment: it was not ready within 0\.5 s in its own process; see"):
+    with pytest.raises(UserError, match=r"^task\.environment: it was not ready within 0\.5 s in a process of its own;"):
         made.make().start(Prompt("p", "go on"))
     made.close()
 
