@@ -1,6 +1,7 @@
 """Commands that a process of ours runs to their end: they get its signals and end with it."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 
 import pytest
 
+from mmrl.children import limits
 from mmrl.children.processes import PARENT, end_with_starter, stopped_by
 
 ASLEEP = """
@@ -70,3 +72,14 @@ def test_a_command_whose_starter_has_ended_before_it_asks_does_not_run(monkeypat
 )
 def test_codes_of_a_stop_in_order(code, signum):
     assert stopped_by(code) == signum
+
+
+@pytest.mark.skipif(not limits.LINUX, reason="limits are Linux's")
+def test_time_that_a_process_has_used_before_it_is_limited_does_not_count(monkeypatch):
+    """It may use 5 s beyond the 40 s that its start took."""
+    found = {}
+    monkeypatch.setattr(limits, "_lower", lambda which, limit: found.update({which: limit}))
+    monkeypatch.setattr(limits, "_cpu_seconds", lambda: 40.0)
+    monkeypatch.setattr(limits.Limits, "_limit_processes", lambda self: None)
+    limits.Limits(cpu_s=5.0).apply()
+    assert found[resource.RLIMIT_CPU] == 45

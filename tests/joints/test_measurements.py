@@ -17,10 +17,12 @@ from mmrl.measurements.action_values import ActionValues
 from mmrl.measurements.chains import Completions
 from mmrl.measurements.implicit import ImplicitRewards
 from mmrl.measurements.noise_values import NoiseQValues
+from mmrl.measurements.q_values import QLearner, QValues, Transitions
 from mmrl.measurements.teachers import PathTeacher, ReferenceTeacher, TaggedTeachers
 from mmrl.prompts.counterfactual_views import Mirrored
 from mmrl.prompts.views import View
 from mmrl.protocols.abilities import AdvantageLabelling, Completing
+from mmrl.protocols.auxiliary import AuxiliaryModules
 from mmrl.protocols.measurement import CollectedMeasurement, PreparedContext, PreparedMeasurement
 from mmrl.protocols.requirements import Capabilities, Needs, check, merge_needs
 from mmrl.protocols.teachers import Taught, TaughtTokens
@@ -351,3 +353,29 @@ def test_a_tag_that_is_a_number_selects_its_teacher():
         for _, mask, own in teacher._split(rollouts, context)
     ]
     assert found == [([True, False, False], [[0]]), ([False, False, True], [[2]])]
+
+
+def test_estimates_of_q_are_those_before_the_last_update_of_a_step():
+    """Two updates in one training step are one in each of two: the estimates are those of the second."""
+    numbers, ones = torch.arange(8.0).view(4, 2) / 8, torch.ones(4, dtype=torch.float64)
+    transitions = Transitions(
+        numbers,
+        numbers.flip(0)[:, :1],
+        reward=torch.tensor([1.0, 0.0, 2.0, 0.0]).double(),
+        discount=ones / 2,
+        terminated=torch.tensor([False, True, False, False]),
+        known=ones.bool(),
+        next_observation=numbers + 1,
+        copies=ones.long(),
+    )
+
+    def estimates(updates, steps):
+        values = QValues(0.5, 1.0, members=2, width=4, lr=0.1, tau=0.5, updates=updates, expectile=0.8)
+        policy = SimpleNamespace(off_policy=None)
+        context = SimpleNamespace(policy=policy, modules=AuxiliaryModules(), seed=0, step=0, sum=lambda value: value)
+        return [QLearner(values, context)._update(transitions, transitions.pairs[:2]) for _ in range(steps)]
+
+    ((both, proposed),), ((first, _), (second, proposed_then)) = estimates(2, 1), estimates(1, 2)
+    close(both, second)
+    close(proposed, proposed_then)
+    assert (both - first)[:, 0].abs().max() > 1e-3

@@ -6,14 +6,17 @@ import resource
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.policies.vlm import prompts, templates
 from mmrl.policies.vlm.loading import load
+from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.rollouts import Message, Prompt, Video
 from mmrl.runtime import template_limits
 from tests.helpers.tiny_models import MAKERS, build
@@ -308,3 +311,20 @@ def test_a_lower_limit_of_the_process_stays():
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert within == after == (lower, before[1])
+
+
+def test_a_response_knows_whether_its_prompt_opened_a_thought():
+    """The first prompt ends in <think> and a new line; the second response opens a thought itself."""
+    words = ["Which?", "<think>", "\n", "yes", "<end>"]
+
+    def decode(ids, **options):
+        return "".join(words[i] for i in ids.tolist())
+
+    made = object.__new__(ChatTokenizer)
+    made.tokenizer = SimpleNamespace(decode=decode, batch_decode=lambda rows, **options: [decode(row) for row in rows])
+    made.eos, made.response_limit = (4,), SimpleNamespace(value=8)
+    tokens = [([0, 1, 2], [3, 4]), ([0], [3, 1])]
+    rows = [SimpleNamespace(prompt=torch.tensor(asked), response=torch.tensor(said)) for asked, said in tokens]
+    samples = made.rollouts([Prompt("1", "Which?")] * 2, rows, 1).samples
+    assert [sample.prompt_opens_think for sample in samples] == [True, False]
+    assert [sample.truncated for sample in samples] == [False, True]

@@ -49,6 +49,18 @@ def test_ten_and_a_hundred_failures_are_told_again(caplog):
     assert [message.split("(error: ")[1].split(" ")[0] for message in caplog.messages] == ["1", "10", "100"]
 
 
+def test_calls_that_timed_out_in_the_batch_before_do_not_count():
+    failures = Failures("own", max_timeouts=2)
+    failures.start_batch()
+    for _ in range(2):
+        assert failures.skipped() is None
+        failures.record_timeout(1.0)
+    assert failures.skipped() == Failure("not tried", "too many calls of this batch timed out before (max_timeouts)")
+    failures.start_batch()
+    failures.record_timeout(1.0)
+    assert failures.skipped() is None
+
+
 @pytest.mark.parametrize("word", ["spin", "sleep"])
 def test_what_takes_too_long_costs_its_sample(word):
     start = time.monotonic()

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.rewards import build, extract_answer
+from mmrl.rewards import build, extract_answer, mathematics
 from mmrl.rollouts import Prompt, Sample
 
 
@@ -175,3 +175,12 @@ def test_time_grows_with_the_length_of_a_response_and_not_with_its_square(text):
         reward, start = build(name), time.process_time()
         reward(Sample(Prompt("p", "question", answer="[1, 1, 2, 2]" if name == "box_iou" else "A"), text))
         assert time.process_time() - start < 3, name
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "value"),
+    [("0.0000012", "0.0000014", 0.0), ("0.0000012", "0.0000012000001", 1.0), ("1.0000012", "1.0000014", 1.0)],
+)
+def test_numbers_below_1_agree_in_their_first_digits_and_not_in_places(gold, response, value):
+    """Rounded to six places, each pair is equal."""
+    assert mathematics.math()(sample(f"<answer>{response}</answer>", answer=gold)) == value

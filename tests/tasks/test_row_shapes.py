@@ -17,7 +17,7 @@ from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.visual_qa.data.files import FileSource
 from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
 from mmrl.tasks.visual_qa.reading.fields import value_of
-from mmrl.tasks.visual_qa.reading.messages import ParsedQuestion, read_messages
+from mmrl.tasks.visual_qa.reading.messages import ParsedQuestion, fill_markers, read_messages
 from mmrl.tasks.visual_qa.settings import HuggingFaceData
 from tests.tasks.test_sources import png, red
 
@@ -210,6 +210,11 @@ def test_messages_by_hand():
     assert read_messages(turns) == ParsedQuestion("<video>a", "s", (), (None,), "b")
     parts = [{"type": "text", "text": "<image>x"}, {"type": "video", "video": "v.mp4"}, "y"]
     assert read_messages(user(parts)) == ParsedQuestion("<image>x<video>y", None, (None,), ("v.mp4",))
+
+
+def test_markers_without_an_image_take_the_rows_in_order_and_the_rest_follow():
+    assert fill_markers([None, "a", None], ["b", "c", "d"]) == ["b", "a", "c", "d"]
+    assert fill_markers([None, "a", None], ["b"]) == ["b", "a", None]
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ from mmrl.collection.checks import check_batch
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.generation.settings import RolloutWorkers
-from mmrl.rollouts import Prompt
+from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.tasks.settings import TaskSettings
 from mmrl.workers import pool
 from mmrl.workers.handles import Handle
 from mmrl.workers.local import without_workers
 from mmrl.workers.pool import WorkerPool, devices_of, shares
+from mmrl.workers.worker import RolloutWorker
 from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, Images, make, metrics, release
 from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
 from tests.workers.threads import InThread, Running
@@ -86,6 +87,18 @@ def test_what_workers_counted_is_added_and_what_the_trainer_sees_too_counts_once
     assert made._distribute([Prompt("1", "?"), Prompt("2", "?")], 1, [7, 8], {"respond": True}) == [0, 1]
     assert made.counts() == {"truncated": 3.0, "own": 1.0, "theirs": 4.0}
     assert made.counts() == {"truncated": 2.0, "own": 1.0}
+
+
+def test_likelihoods_of_every_micro_batch_are_those_of_its_own_rollouts():
+    """Five rollouts, two at once; the policy finds the logarithm of each to be its number."""
+    made = object.__new__(RolloutWorker)
+    made.config = SimpleNamespace(engine=SimpleNamespace(micro_batch=2))
+    made.policy = SimpleNamespace(
+        module=None, replay=lambda rollouts, module: Replay(torch.tensor(rollouts.inputs).float()[:, None])
+    )
+    samples, mask = [Sample(Prompt("1", "?"))] * 5, torch.ones(5, 1).bool()
+    found = made.likelihoods(Rollouts(samples, [10, 11, 12, 13, 14], torch.zeros(5).long(), mask))
+    assert found.tolist() == [[10], [11], [12], [13], [14]]
 
 
 # --- ahead of training ---
