@@ -30,9 +30,9 @@ REASONS: dict[str, dict[str, str]] = {
         NOT_FOUND: "tilt_matching",
     },
     "surrogate": {NOT_FOUND: "gaussian_weight", TEXTBOOK: "unclipped"},
-    "baseline": {NOT_FOUND: "shrinkage running", OWN: "quantile", TEXTBOOK: "batch_mean"},
+    "baseline": {NOT_FOUND: "shrinkage quantile running", TEXTBOOK: "batch_mean"},
     "transform of rewards": {
-        NOT_FOUND: "pass_at_k sequence_entropy inverse_likelihood",
+        NOT_FOUND: "sequence_entropy inverse_likelihood",
         OWN: "rank",
         "Kimi k1.5 has no public code": "length",
     },

@@ -175,6 +175,7 @@ REPOSITORIES = {
         "1958463f",
         equal={"transition": "ddim"},
     ),
+    "kpahwa16/pass-k-policy-optimization": Repository("1b0928e6", equal={"transform of rewards": "pass_at_k"}),
     "liziniu/ReMax": Repository("536ba49c", equal={"baseline": "greedy"}),
     "longmalongma/TW-GRPO": Repository(
         "aa529ffc",

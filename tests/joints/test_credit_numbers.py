@@ -39,6 +39,7 @@ SHOWN = {
     ("advantage shaper", "long_wrong"): {"Indolent-Kawhi/View-R1"},
     ("weighting of kl", "difficulty"): {"Indolent-Kawhi/View-R1"},
     ("transform of rewards", "certainty"): {"satrams/rent-rl"},
+    ("transform of rewards", "pass_at_k"): {"kpahwa16/pass-k-policy-optimization"},
     ("prompt sampler", "skip_flat"): {"Infini-AI-Lab/GRESO"},
     ("control", "adaptive"): {"volcengine/verl"},
     ("control", "additive"): {"SkyworkAI/Skywork-OR1"},
@@ -389,17 +390,29 @@ def test_right_answers_that_need_the_order_of_frames(given, function, is_equal):
     expected = numbers_of("tulerfeng/Video-R1", function)
     accuracy, shuffled = expected["accuracy"], expected["shuffled"]
     rewards = [sum(pair) for pair in zip(accuracy, expected["format"], strict=True)]
-    prompts = len(rewards) // 3
+    size = expected["size"]
+    prompts = len(rewards) // size
     one = Table(
-        [[-1.0]] * (6 * prompts),
-        group=[row // 3 for row in range(6 * prompts)],
+        [[-1.0]] * (2 * size * prompts),
+        group=[row // size for row in range(2 * size * prompts)],
         rewards=rewards + [0.0] * len(shuffled),
         accuracy=accuracy + shuffled,
     )
     transform = PLAIN % ", transforms: [{type: view_contrast, view: no_text}]"  # the table says what a view changes
-    made = given(one, transform, f"rollout={{prompts: {prompts}, group_size: 3}}")
+    made = given(one, transform, f"rollout={{prompts: {prompts}, group_size: {size}}}")
     found = made.prepare(made.next()).advantages[:, 0]
     assert torch.allclose(found, torch.tensor(expected["rewards"]), atol=2e-6) is is_equal
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize(("function", "leave_one_out"), [("sloo_minus_one", "true"), ("s", "false")])
+def test_the_best_of_k(given, function, leave_one_out, k):
+    """Times the number of rollouts, six, since the loss is their mean."""
+    expected = numbers_of("kpahwa16/pass-k-policy-optimization", f"{function} k={k}")
+    transform = f", transforms: [{{type: pass_at_k, k: {k}, leave_one_out: {leave_one_out}}}]"
+    one = Table([[-1.0]] * 6, rewards=expected["rewards"])
+    made = given(one, PLAIN % transform, "rollout={prompts: 1, group_size: 6}")
+    close(made.prepare().advantages[:, 0] / 6, expected["advantages"])
 
 
 def test_rollouts_whose_advantages_are_large_enough(given):

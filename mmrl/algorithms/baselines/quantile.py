@@ -21,7 +21,7 @@ class Quantile(Baseline):
     """
 
     equation: ClassVar[str] = "A = r - quantile_q(r_1 .. r_G), with linear interpolation"
-    source: ClassVar[str] = "robust statistics; as a group baseline mmrl's own variant"
+    source: ClassVar[str] = "QAE, arXiv 2509.22611"
     test: ClassVar[str] = "tests/joints/test_baselines.py"
     zero_if_equal: ClassVar[bool] = True
     type: str = "quantile"
