@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributions import Categorical, Laplace, Normal, kl_divergence
 
 from mmrl.errors import UserError
+from mmrl.policies.vla.heads.flow import FlowHead
 from mmrl.policies.vla.heads.head import Head
 from mmrl.policies.vla.saved import CONFIG, WEIGHTS
-from mmrl.policies.vla.settings import ActionHead, Actions
+from mmrl.policies.vla.settings import ActionHead, Actions, TaughtFlow
 from mmrl.protocols.critic import SharedCritic
 from mmrl.protocols.requirements import Needs
 from mmrl.report.settings import Log
@@ -144,6 +145,14 @@ class TestTemperature:
     def test_demonstrations_are_scored_at_one(self, make):
         head = make("regression", supervised=True).module.head
         assert head.encode_demonstrations(torch.zeros(3, CHUNK, 1), [1, 2, 3])["temperature"].tolist() == [1.0] * 3
+
+
+def test_a_demonstrated_chunk_goes_on_with_its_last_action():
+    """A chunk of two actions of one number for an expert that plans four actions of three numbers."""
+    head = FlowHead(TaughtFlow(draws=2), Actions(head=TaughtFlow(draws=2), chunk=2), 1, 1, latent=(4, 3))
+    taught = head.encode_demonstrations(torch.tensor([[[1.0], [2.0]]]), [7])
+    assert taught["data"].tolist() == [[[1, 0, 0], [2, 0, 0], [2, 0, 0], [2, 0, 0]]]
+    assert taught["actions"].tolist() == [[[1], [2]]]
 
 
 class TestFlows:
