@@ -41,6 +41,7 @@ class Questions(Choice):
     title: ClassVar[str] = "questions"
     kinds: ClassVar[dict[str, str]] = {
         "digits": "mmrl.tasks.visual_qa.settings:DigitsData",
+        "running_sums": "mmrl.tasks.visual_qa.settings:RunningSumsData",
         "scenes": "mmrl.tasks.visual_qa.settings:ScenesData",
         "still_lifes": "mmrl.tasks.visual_qa.settings:StillLifesData",
         "clips": "mmrl.tasks.visual_qa.settings:VideosData",
@@ -87,6 +88,25 @@ class DigitsData(Questions):
         layout |= {"scale": self.scale, "jitter": self.jitter}
         train = DigitsSource("train", size=self.train_size, seed=seed, wrong_share=self.careless, **layout)
         return train, DigitsSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
+
+
+class RunningSumsData(Questions):
+    """Rows of handwritten digits, which are added line by line. The run's seed selects the training questions,
+    `eval_seed` the held-out ones."""
+
+    test: ClassVar[str] = "tests/tasks/test_running_sums.py"
+    type: str = "running_sums"
+    train_size: int = option(100_000, "questions to train on", ge=1)
+    eval_size: int = option(500, "held-out questions", ge=1)
+    eval_seed: int = option(0, "random seed of the held-out questions", ge=0)
+    cells: int = option(5, "digits of a row", ge=1)
+    careless: float = option(0.0, "share of training demonstrations with a line that is one too high", ge=0, le=1)
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.visual_qa.data.running_sums import RunningSumsSource
+
+        train = RunningSumsSource("train", size=self.train_size, seed=seed, cells=self.cells, wrong_share=self.careless)
+        return train, RunningSumsSource("heldout", size=self.eval_size, seed=self.eval_seed, cells=self.cells)
 
 
 class ScenesData(Questions):
