@@ -49,7 +49,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("ocr tool: its engine is missed late", S, "            try:\n                tool.check()",
      "            try:\n                tool.check  # noqa: B018", TOOLS),
     # --- still lifes ---
-    ("still lifes: the zoom shows another card than is read", L, "zoom, str(picture.digits[shown])]", "zoom, answer]", PICTURES),
+    ("still lifes: the zoom shows another card than is read", L, "zoom, str(still_life.digits[shown])]", "zoom, answer]", PICTURES),
     ("still lifes: a repeated question has the same demonstration", L, "self.seed, number, repeat])", "self.seed, number])", PICTURES),
     ("still lifes: another object is asked about", L, "*others[: self.objects - 1]]", "*others[: self.objects - 1]][::-1]", PICTURES),
     ("still lifes: held-out pictures are the training ones", L,

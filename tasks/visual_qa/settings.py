@@ -138,16 +138,16 @@ class ScenesData(Questions):
 
 
 class StillLifesData(Questions):
-    """Photograph-like pictures of a table with objects, each with a digit on a card, which the tool zoom makes legible.
-    MuJoCo renders them (extra `mujoco`). The run's seed selects the training pictures, `eval_seed` the held-out
+    """Photograph-like images of a table with objects, each with a digit on a card, which the tool zoom makes legible.
+    MuJoCo renders them (extra `mujoco`). The run's seed selects the training images, `eval_seed` the held-out
     ones."""
 
     test: ClassVar[str] = "tests/tasks/test_still_lifes.py"
     type: str = "still_lifes"
     train_size: int = option(4800, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
-    eval_seed: int = option(0, "random seed of the held-out pictures", ge=0)
-    objects: int = option(4, "objects of a picture", ge=1, le=len(STILL_LIFE_COLOURS))
+    eval_seed: int = option(0, "random seed of the held-out images", ge=0)
+    objects: int = option(4, "objects of an image", ge=1, le=len(STILL_LIFE_COLOURS))
     colours: tuple[StillLifeColour, ...] = option(
         STILL_LIFE_COLOURS, "a question asks for the digit of the object of one of these colors", min_length=1
     )
@@ -160,7 +160,7 @@ class StillLifesData(Questions):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.still_lifes import StillLifesSource
 
-        shared: dict[str, Any] = {"objects": self.objects, "asked": self.colours}
+        shared: dict[str, Any] = {"objects": self.objects, "requested": self.colours}
         shares: dict[str, Any] = {"wrong_share": self.wandering, "direct": self.direct}
         train = StillLifesSource(
             "train", size=self.train_size, seed=seed, repeats=self.demonstrations, **shared, **shares

@@ -1,4 +1,4 @@
-"""Still lifes by value: where cards are in a picture, what is asked, what demonstrations do, and what a zoom shows."""
+"""Still lifes by value: where cards are in an image, what is asked, what demonstrations do, and what a zoom shows."""
 
 from dataclasses import replace
 
@@ -42,9 +42,9 @@ def test_a_card_is_where_the_picture_says(photographer):
     stands behind its card, which has its digit."""
     model, data = photographer.model, photographer.data
     for seed in range(3):
-        picture = photographer.picture(["red", "green", "blue", "yellow"], [1, 2, 3, 4], np.random.default_rng(seed))
+        still_life = photographer.render(["red", "green", "blue", "yellow"], [1, 2, 3, 4], np.random.default_rng(seed))
         camera, rotation = model.cam_pos[0], data.cam_xmat[0].reshape(3, 3)
-        for i, card in enumerate(picture.cards):
+        for i, card in enumerate(still_life.cards):
             right, up, back = rotation.T @ (data.geom_xpos[model.geom(f"card{i}").id] - camera)
             scale = 1 / (2 * np.tan(np.radians(model.cam_fovy[0]) / 2) * -back)
             assert card == pytest.approx([0.5 + right * scale, 0.5 - up * scale], abs=1e-6)
@@ -55,8 +55,8 @@ def test_a_card_is_where_the_picture_says(photographer):
 def test_cards_are_in_cells_of_their_own_and_not_hidden(photographer):
     cells_seen = set()
     for seed in range(60):
-        places, cards = layout(photographer, seed)
-        assert places.shape == (6, 2) and cards.shape == (4, 2)
+        positions, cards = layout(photographer, seed)
+        assert positions.shape == (6, 2) and cards.shape == (4, 2)
         cells = np.floor(cards * GRID).astype(int)
         assert np.abs(cards * GRID - cells - 0.5).max() <= STRAY
         assert cells[:, 1].min() >= 1
@@ -71,12 +71,12 @@ def test_cards_are_in_cells_of_their_own_and_not_hidden(photographer):
 def test_objects_have_the_named_colours(photographer):
     """The middle of an object is its colour under whatever light: its strongest channels are the colour's."""
     named = ["red", "green", "blue", "yellow"]
-    picture = photographer.picture(named, [0, 1, 2, 3], np.random.default_rng(5))
-    pixels = np.asarray(picture.image).astype(float)
+    still_life = photographer.render(named, [0, 1, 2, 3], np.random.default_rng(5))
+    pixels = np.asarray(still_life.image).astype(float)
     model, data = photographer.model, photographer.data
     for i, colour in enumerate(named):
-        place = data.geom_xpos[model.geom(f"object{i}").id] + [0, 0, model.geom(f"object{i}").size[1] * 0.7]
-        right, up, back = data.cam_xmat[0].reshape(3, 3).T @ (place - model.cam_pos[0])
+        position = data.geom_xpos[model.geom(f"object{i}").id] + [0, 0, model.geom(f"object{i}").size[1] * 0.7]
+        right, up, back = data.cam_xmat[0].reshape(3, 3).T @ (position - model.cam_pos[0])
         scale = 256 / (2 * np.tan(np.radians(model.cam_fovy[0]) / 2) * -back)
         x, y = round(128 + right * scale), round(128 - up * scale)
         shown = pixels[y - 2 : y + 3, x - 2 : x + 3].mean((0, 1))
@@ -91,13 +91,13 @@ def test_the_darkroom_changes_light_and_adds_noise():
 
 
 def fake(monkeypatch):
-    """Replaces the renderer: object i of a picture has its card in the middle of cell (i, 3 - i)."""
+    """Replaces the renderer: object i of an image has its card in the middle of cell (i, 3 - i)."""
 
     class Camera:
         def __init__(self, objects):
             self.taken = 0
 
-        def picture(self, colours, digits, rng):
+        def render(self, colours, digits, rng):
             self.taken += 1
             cards = np.array([[(i + 0.5) / 4, (3.5 - i) / 4] for i in range(len(colours))])
             pixels = np.zeros((256, 256, 3), np.uint8)
@@ -113,9 +113,9 @@ def source(split="train", size=40, seed=3, **more):
 
 
 def test_the_first_object_is_asked_about(monkeypatch):
-    """Its card is in cell (0, 3); colours are asked in turns, and repeated questions share their picture."""
+    """Its card is in cell (0, 3); colours are asked in turns, and repeated questions share their image."""
     fake(monkeypatch)
-    asked = source(size=12, repeats=2, asked=("blue", "red", "purple"))
+    asked = source(size=12, repeats=2, requested=("blue", "red", "purple"))
     kinds = []
     for index in range(12):
         prompt = asked[index]
@@ -129,7 +129,7 @@ def test_the_first_object_is_asked_about(monkeypatch):
         assert colours[0] == kinds[-1] and len(set(colours)) == 4 and set(colours) <= set(STILL_LIFE_COLOURS)
     assert kinds == ["blue", "blue", "red", "red", "purple", "purple"] * 2
     assert asked._photographer.taken == 6 and asked[0].images[0].tobytes() == asked[1].images[0].tobytes()
-    assert {colour for picture in asked._taken.values() for colour in picture.colours} == set(STILL_LIFE_COLOURS)
+    assert {colour for still_life in asked._taken.values() for colour in still_life.colours} == set(STILL_LIFE_COLOURS)
 
 
 def test_demonstrations_wander_and_answer_directly(monkeypatch):
@@ -150,7 +150,7 @@ def test_demonstrations_wander_and_answer_directly(monkeypatch):
 
 
 def test_splits_and_seeds_have_other_pictures(photographer):
-    """Real pictures; the same question is the same bytes."""
+    """Real images; the same question is the same bytes."""
     first = source()[5]
     assert first.images[0].size == (256, 256) and first.images[0].tobytes() == source()[5].images[0].tobytes()
     for other in (source(seed=4), source("heldout"), source(wrong_share=1.0)):

@@ -1,4 +1,4 @@
-"""The pictures of `StillLifesSource`: a table with objects, rendered by MuJoCo with textures, light and shadow, and
+"""The images of `StillLifesSource`: a table with objects, rendered by MuJoCo with textures, light and shadow, and
 developed like a photograph: exposure, white balance, vignetting, blur and noise.
 
 Importing it needs the package mujoco (the extra of the same name).
@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from mmrl.sims.mujoco.gl import Renderer, choose_backend
 
-SIZE = 256  # side of a picture in pixels
+SIZE = 256  # side of an image in pixels
 COLOURS: dict[str, tuple[float, float, float]] = {  # RGB in 0 .. 1, before the light
     "red": (0.75, 0.08, 0.07),
     "green": (0.10, 0.50, 0.14),
@@ -35,7 +35,7 @@ LEAN = 0.6  # how far cards lean back, in radians
 CARD_MIDDLE = CARD[1] * np.cos(LEAN) + 0.002  # height of a card's middle above the table, in metres
 CAMERA, TARGET = np.array([0.0, -0.95, 0.95]), np.array([0.0, 0.02, 0.03])  # metres
 FIELD_OF_VIEW = 42.0  # degrees
-GRID = 4  # cells along each side of the picture, which demonstrations zoom to
+GRID = 4  # cells along each side of the image, which demonstrations zoom to
 HIGHEST = 1  # highest row of cells with a card; above it is the wall
 STRAY = 0.1  # cells that a card's middle is from that of its cell at most, along each side
 CLUTTER = 0.13  # metres of clutter from objects and from cards at least
@@ -44,8 +44,8 @@ IN_FRONT = 0.12  # metres of a card's middle in front of its object's
 
 @dataclass(frozen=True)
 class StillLife:
-    """A picture and where the middle of each object's card is: x from the left and y from the top, [object, 2] as
-    fractions of the picture's side."""
+    """An image and where the middle of each object's card is: x from the left and y from the top, [object, 2] as
+    fractions of the image's side."""
 
     image: Image.Image
     cards: NDArray[np.float64]
@@ -113,7 +113,7 @@ def _png(pixels: NDArray[np.uint8]) -> bytes:
 @cache
 def _model(objects: int) -> mujoco.MjModel:
     """Compiles a table, a wall, a lamp, a pencil and a ball, and `objects` objects with a card each. Positions, sizes,
-    materials, light and camera are set for each picture."""
+    materials, light and camera are set for each image."""
     surfaces = {name: _png(_texture(name)) for name in (*TABLES, *WALLS)}
     cards = {f"card{digit}": _png(_card(digit)) for digit in DIGITS}
     textures = "".join(f'<texture name="{n}" type="2d" file="{n}.png"/>' for n in (*surfaces, *cards))
@@ -152,7 +152,7 @@ def _model(objects: int) -> mujoco.MjModel:
 
 
 class Photographer:
-    """Takes pictures of still lifes of `objects` objects. Only the thread that made it may use it."""
+    """Takes images of still lifes of `objects` objects. Only the thread that made it may use it."""
 
     def __init__(self, objects: int):
         """Raises UserError if MuJoCo cannot render on this machine."""
@@ -160,7 +160,7 @@ class Photographer:
         self.data = mujoco.MjData(self.model)
         self._renderer = Renderer(self.model, choose_backend(), SIZE)
 
-    def picture(self, colours: Sequence[str], digits: Sequence[int], rng: np.random.Generator) -> StillLife:
+    def render(self, colours: Sequence[str], digits: Sequence[int], rng: np.random.Generator) -> StillLife:
         """Renders a random still life. colours: the color of each object; digits: the digit on each object's card."""
         model = self.model
         camera, rotation = self._place_camera(rng)
@@ -168,10 +168,10 @@ class Photographer:
         surfaces = {"table": TABLES, "wall": WALLS}
         for name, choices in surfaces.items():
             model.geom(name).matid = model.material(choices[rng.integers(len(choices))]).id
-        places, cards = self._layout(rng, camera, rotation)
-        for i, (x, y) in enumerate(places[: self.objects]):
+        positions, cards = self._layout(rng, camera, rotation)
+        for i, (x, y) in enumerate(positions[: self.objects]):
             self._put(i, x, y, colours[i], digits[i], camera, rng)
-        self._put_clutter(places[self.objects :], rng)
+        self._put_clutter(positions[self.objects :], rng)
         mujoco.mj_forward(model, self.data)
         pixels = np.empty((SIZE, SIZE, 3), np.uint8)
         self._renderer.render(model, self.data, pixels)
@@ -201,10 +201,10 @@ class Photographer:
     def _layout(
         self, rng: np.random.Generator, camera: NDArray[np.float64], rotation: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Samples places on the table for all objects and two pieces of clutter. Each object's card is near the middle
-        of a cell of the grid, so far from the others that no object hides another's card.
+        """Samples positions on the table for all objects and two pieces of clutter. Each object's card is near the
+        middle of a cell of the grid, so far from the others that no object hides another's card.
 
-        Returns the places [thing, 2] in metres and the middles of the objects' cards in the picture [object, 2].
+        Returns the positions [thing, 2] in metres and the middles of the objects' cards in the image [object, 2].
         """
         cells = np.empty((0, 2), int)
         while len(cells) < self.objects:
@@ -212,17 +212,17 @@ class Photographer:
             across, down = np.abs(cells - cell).T
             if ((across >= 1) | (down >= 2)).all():
                 cells = np.append(cells, cell[None], axis=0)
-            elif rng.random() < 0.02:  # those that were chosen may leave no place
+            elif rng.random() < 0.02:  # no cell may be left
                 cells = cells[:0]
         cards = (cells + 0.5 + rng.uniform(-STRAY, STRAY, cells.shape)) / GRID
-        places = _placed(cards, camera, rotation)
-        while len(places) < self.objects + 2:
-            place = rng.uniform(-0.4, 0.4, 2)
-            if (np.linalg.norm(places - place, axis=1) > CLUTTER).all() and (
-                np.linalg.norm(places - (0, IN_FRONT) - place, axis=1) > CLUTTER
+        positions = _placed(cards, camera, rotation)
+        while len(positions) < self.objects + 2:
+            position = rng.uniform(-0.4, 0.4, 2)
+            if (np.linalg.norm(positions - position, axis=1) > CLUTTER).all() and (
+                np.linalg.norm(positions - (0, IN_FRONT) - position, axis=1) > CLUTTER
             ).all():
-                places = np.append(places, place[None], axis=0)
-        return places, cards
+                positions = np.append(positions, position[None], axis=0)
+        return positions, cards
 
     def _put(
         self, i: int, x: float, y: float, colour: str, digit: int, camera: NDArray[np.float64], rng: np.random.Generator
@@ -249,21 +249,21 @@ class Photographer:
         card.quat, card.pos = quat, [x, y - IN_FRONT, CARD_MIDDLE]
         card.matid = model.material(f"card{digit}").id
 
-    def _put_clutter(self, places: NDArray[np.float64], rng: np.random.Generator) -> None:
+    def _put_clutter(self, positions: NDArray[np.float64], rng: np.random.Generator) -> None:
         """Puts a pencil and a ball on the table, which no question is about."""
         pencil, ball = self.model.geom("pencil"), self.model.geom("ball")
         turn = rng.uniform(0, np.pi)
         flat = np.array([np.cos(np.pi / 4), np.sin(np.pi / 4), 0, 0])
         quat = np.zeros(4)
         mujoco.mju_mulQuat(quat, np.array([np.cos(turn / 2), 0, 0, np.sin(turn / 2)]), flat)
-        pencil.quat, pencil.pos = quat, [*places[0], 0.008]
-        ball.pos, ball.rgba = [*places[1], 0.03], [*rng.uniform(0.3, 0.8) * np.ones(3), 1]
+        pencil.quat, pencil.pos = quat, [*positions[0], 0.008]
+        ball.pos, ball.rgba = [*positions[1], 0.03], [*rng.uniform(0.3, 0.8) * np.ones(3), 1]
 
 
 def _placed(
     cards: NDArray[np.float64], camera: NDArray[np.float64], rotation: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Returns where objects stand [..., 2], in metres on the table, for the middles of their cards in the picture
+    """Returns where objects stand [..., 2], in metres on the table, for the middles of their cards in the image
     [..., 2], x from the left and y from the top as fractions of its side: the ray through a middle meets the plane at
     the height of the middles."""
     reach = 2 * np.tan(np.radians(FIELD_OF_VIEW) / 2)
