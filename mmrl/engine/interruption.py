@@ -11,6 +11,8 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
 
+from mmrl.runtime.user_code import exits_refused
+
 SCHEDULER = (signal.SIGTERM, signal.SIGUSR1)
 ENDED_IN_C = signal.SIGRTMIN + 11 if sys.platform == "linux" else None  # raised by C's exit() during a training
 
@@ -20,16 +22,20 @@ class Interruption:
     it between two steps. A second SIGINT ends the process at once. SIGTERM and SIGUSR1 stay caught after the block if
     one of them came, since a scheduler may send them again while the process ends.
 
-    On Linux, exit() in a C library prints the stack to stderr and ends the process by the signal `ENDED_IN_C`.
+    In the block os._exit raises SystemExit, see `exits_refused`. On Linux, exit() in a C library prints the stack to
+    stderr and ends the process by the signal `ENDED_IN_C`.
     """
 
     def __init__(self) -> None:
         self.signum = 0
         self._previous: dict[int, Any] = {}  # handlers by signal number
+        self._exits = exits_refused()
 
     def __enter__(self) -> Interruption:
-        """Replaces the handlers of the signals, and on Linux what exit() in a C library does."""
+        """Replaces the handlers of the signals, os._exit, and on Linux what exit() in a C library does."""
         self._previous = {number: signal.signal(number, self._record) for number in (*SCHEDULER, signal.SIGINT)}
+        self._exits = exits_refused()
+        self._exits.__enter__()
         if ENDED_IN_C is not None:
             _raise_at_exit(ENDED_IN_C)
             signal.signal(ENDED_IN_C, signal.SIG_DFL)
@@ -39,7 +45,8 @@ class Interruption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restores the handlers, but those of SIGTERM and SIGUSR1 only if neither signal came."""
+        """Restores os._exit and the handlers, but the handlers of SIGTERM and SIGUSR1 only if neither signal came."""
+        self._exits.__exit__(kind, error, traceback)
         if ENDED_IN_C is not None:
             faulthandler.unregister(ENDED_IN_C)
             signal.signal(ENDED_IN_C, signal.SIG_IGN)  # exit() still raises it; from here on that has no effect

@@ -41,6 +41,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("safety: kill -9 counts as a stop in order", P, "if signum in (*HANDED_ON, signal.SIGINT) else 0", "if signum in (*HANDED_ON, signal.SIGINT, 9) else 0", STARTED),
     ("safety: a stopped warm start is a failed one", J, "if signum := stopped_by(", "if signum := 0 * stopped_by(", WARM),
     ("safety: a signal that comes again ends at once", N, "if number == signal.SIGINT or self.signum not in SCHEDULER:", "if True:", SIGNALS),
+    ("safety: os._exit ends the training", N, "self._exits.__enter__()", "pass", APART),
     ("safety: a copy can not exit", X, "if os.getpid() == _refusing[0]:", "if _refusing[0]:", APART),
     ("safety: posix._exit ends the training", X, "os._exit = posix._exit = _exit", "os._exit = _exit", EXITS),
     ("safety: an exit while a job is built is success", J, "parts.enter_context(exits_refused())", "pass", EXITS),

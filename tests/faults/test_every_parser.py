@@ -36,6 +36,7 @@ EXEMPT = {
         "sims.turns.processes:RemoteEnvironment.step",
         "sims.turns.recorded:RecordedEnvironment.step",
         "sims.turns.timed:TimedEnvironment.step",
+        "sims.turns.timed:UnmadeEnvironment.step",
         "sims.turns.tools:ToolEnvironment.step",
         "sims.turns.tools:_with_system",
         "sims.turns.verifiers:VerifiersWorld.step",

@@ -60,7 +60,7 @@ def test_files_and_what_cannot_be_scored(tmp_path):
         ({"data": {"type": "digits", "train_sise": 4}}, r"task\.data\.train_sise; did you mean task\.data\.train_size"),
         (
             {"data": {"type": "digit"}},
-            r"task\.data\.type=digit is unknown .did you mean digits.*; .* digits, scenes, clips, named_images,",
+            r"task\.data\.type=digit is unknown .did you mean digits.*; .* digits, running_sums, scenes, still_lifes,",
         ),
         ({"data": {"type": "files"}}, r"^task\.data\.eval: Field required"),
         ({"data": {"type": "digits", "train_size": 0}}, r"^task\.data\.train_size: .* .got 0."),
