@@ -61,7 +61,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("silence: an end by a rank's own heartbeat is told twice", "mmrl/engine/heartbeat.py", '            say(f"mmrl: {problem}; the run ends")\n            release()', '            say(f"mmrl: {problem}; the run ends")', HEART),
     ("silence: a simulator's constructor hangs the run", "sims/registry.py", 'with construction_watched(f"simulator {name!r} (task.simulator)", deadline_s, "task.deadline_s", remedy):', "if True:", HANGS),
     ("silence: a reward's constructor hangs the run", "mmrl/rewards/registry.py", "        if not is_custom(name):\n            return factory()\n        limit_name", "        if True:\n            return factory()\n        limit_name", HANGS),
-    ("silence: constructors have ten times less time", X, "with ends_process(END_AFTER * limit_s, message):", "with ends_process(0.0 * limit_s, message):", HANGS),
+    ("silence: constructors have ten times less time", X, "with ends_process(END_AFTER * limit_s, message):", "with ends_process(limit_s, message):", WATCH),
     ("silence: an environment that is not made is a traceback", D, "            if not self._any_made:", "            if False:", MADE),
     ("silence: a later environment ends the run", D, "        self._any_made = True\n", "", MADE),
     ("counters: steps without a signal begin anew", TR, "        self.zero_gradient_monitor.load(idle)\n", "", IDLE),

@@ -38,4 +38,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("steps: blank ones count", "mmrl/rewards/judges/process.py", " if text[begin:end].strip()]", "]", DOOR),
     ("agreement: wrong ones are dropped in the place of right", "mmrl/terms/masks/rollouts.py", "{\"right\": right_low,", "{\"right\": wrong_high,", CREDIT),
     ("agreement: the unknown are wrong", "mmrl/terms/masks/rollouts.py", "wrong = known & ~right", "wrong = ~right", CREDIT),
+    ("sums: one line alone is wrong", "tasks/visual_qa/data/running_sums.py", "(line >= wrong_from)", "(line == wrong_from)", ("tasks/test_running_sums.py",)),
+    ("sums: held-out digits are those of training", "tasks/visual_qa/data/running_sums.py", "split_indices(split)", 'split_indices("train")', ("tasks/test_running_sums.py",)),
+    ("sums: the first digits of the pool", "tasks/visual_qa/data/running_sums.py", "labels[indices]", "labels[: self.cells]", ("tasks/test_running_sums.py",)),
+    ("sums: careless demonstrations are the answer", "tasks/visual_qa/data/running_sums.py", 'answer="\\n".join(map(str, sums))', 'answer="\\n".join(map(str, lines))', ("tasks/test_running_sums.py",)),
+    ("sums: lines are checked against the right sum", "tasks/visual_qa/tiny/sums.py", "zip([0, *sums], sums, strict=False)", "zip([0, *(sum(digits[:i]) for i in range(1, 20))], sums, strict=False)", ("tasks/test_running_sums.py",)),
+    ("sums: lines beyond the digits are right", "tasks/visual_qa/tiny/sums.py", "if line < len(digits) and before is not None and after == before + digits[line]:", "if line >= len(digits) or before is not None and after == before + digits[line]:", ("tasks/test_running_sums.py",)),
+    ("sums: a line that is no number is 0", "tasks/visual_qa/tiny/sums.py", "len(line) <= MOST_DIGITS else None", "len(line) <= MOST_DIGITS else 0", ("tasks/test_running_sums.py",)),
 ]

@@ -42,4 +42,5 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("teachers of actions: guidance is ignored", A, "if guidance is not None:", "if False:", ACTIONS),
     ("teachers of actions: stored outputs are given to a teacher", A, "if self.taught.caches_prefixes:", "if False:", ACTIONS),
     ("teachers of actions: the student teaches itself", L, "teacher_actions(config.section(\"action\"), path),", "config.section(\"action\"),", ACTIONS),
+    ("teachers of actions: a head that no run trained teaches", A, "if not (Path(path) / CONFIG).is_file() and has_own_weights(self.head):", "if False:", ACTIONS),
 ]

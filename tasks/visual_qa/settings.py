@@ -99,7 +99,7 @@ class RunningSumsData(Questions):
     train_size: int = option(100_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
     eval_seed: int = option(0, "random seed of the held-out questions", ge=0)
-    cells: int = option(3, "digits of a row", ge=1)
+    cells: int = option(3, "digits of a row", ge=1, le=20)
     careless: float = option(0.0, "share of training demonstrations with a line that is one too high", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:

@@ -167,6 +167,24 @@ def test_a_block_that_takes_too_long_ends_the_process_and_others_do_not():
     assert ended("with ends_process(0.2, 'late'): pass\ntime.sleep(2)") == (0, [], "")
 
 
+def test_a_constructor_has_ten_times_its_limit():
+    """It takes two seconds: longer than a limit of one, after which there is a warning, and shorter than ten. With a
+    limit of a tenth of a second the process ends after one."""
+    code = (
+        "from mmrl.runtime.user_code import construction_watched\n"
+        "with construction_watched('X', float(sys.argv[1]), 'task.limit', 'make it faster'):\n"
+        "    time.sleep(2)\nprint('made')"
+    )
+    warned, expired = ended(code, "1"), ended(code, "0.1")
+    assert warned == (
+        0,
+        ["X is still being constructed after 1 s; the run ends after 10 s, 10 times task.limit"],
+        "made\n",
+    )
+    last = "mmrl: X is still being constructed after 1 s, 10 times task.limit; make it faster; the run ends"
+    assert expired[0] == -signal.SIGKILL and expired[1][-1] == last and expired[2] == ""
+
+
 def test_time_in_which_the_process_is_stopped_does_not_count():
     code = "with ends_process(2.0, 'late'):\n    print(os.getpid(), flush=True)\n    sys.stdin.read()\nprint('out')"
     running = subprocess.Popen(

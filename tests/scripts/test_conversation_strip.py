@@ -5,6 +5,7 @@ import io
 
 from PIL import Image
 
+from mmrl.report.conversations import ROLE
 from scripts.readme import conversations
 from scripts.readme.conversations import FRAME, GAP, PICTURE, RIGHT, SMALL, TEXT, WRONG
 
@@ -16,8 +17,8 @@ def picture(colour, side=64):
 
 
 def row(colour, said, accuracy, crop=""):
-    talk = f'<div><b class="role">user</b> {picture(colour, 32)}<pre>Q</pre></div>'
-    talk += "".join(f'<div><b class="role">response</b> <pre>{one}</pre></div>{crop}' for one in said)
+    talk = f"<div>{ROLE.format('user')} {picture(colour, 32)}<pre>Q</pre></div>"
+    talk += "".join(f"<div>{ROLE.format('response')} <pre>{one}</pre></div>{crop}" for one in said)
     cells = {"images": picture(colour), "prompt": "<pre>Which &lt;one&gt;?</pre>", "answer": "3", "response": talk}
     cells["accuracy"] = accuracy
     return "<tr>" + "".join(f'<td data-name="{name}">{value}</td>' for name, value in cells.items()) + "</tr>"

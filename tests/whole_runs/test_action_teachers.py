@@ -16,7 +16,7 @@ from mmrl.policies.vla.saved import WEIGHTS
 from mmrl.policies.vla.teachers import check_reads_alike
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import close
-from tests.whole_runs.parts import ROBOTS, distance, gradient, make, metrics, release, train, under
+from tests.whole_runs.parts import ROBOTS, build_robot, distance, gradient, make, metrics, release, train, under
 
 pytestmark = pytest.mark.usefixtures("alone")
 FLOW = "{type: flow, steps: 3, width: 32, depth: 1, likelihood: {transition: flow_sde, reduction: sum}}"
@@ -136,6 +136,13 @@ def test_a_student_learns_what_its_teacher_does_and_goes_on_exactly(tmp_path, te
 def test_a_teacher_of_other_decisions_is_refused_before_the_first_step(tmp_path, teachers, options, message):
     with pytest.raises(UserError, match=rf"algorithm\.teacher: teacher .*{message}"):
         make(tmp_path, distilled(teachers["token"]), *options, base=ROBOTS)
+
+
+def test_a_model_whose_head_no_run_trained_is_no_teacher(tmp_path):
+    """It would teach what random numbers say."""
+    build_robot(tmp_path / "untrained", 0)
+    with pytest.raises(UserError, match=r"untrained has no trained action head of type token; take the folder final"):
+        make(tmp_path / "run", distilled(tmp_path / "untrained"), base=ROBOTS)
 
 
 def test_what_a_teacher_of_actions_does_not_have_is_named(tmp_path, teachers):

@@ -20,7 +20,7 @@ from mmrl.policies.vla.heads.codec import ActionNormalizer, ActionStatistics, st
 from mmrl.policies.vla.heads.gaussian_settings import L1Actions
 from mmrl.policies.vla.heads.head import Head
 from mmrl.policies.vla.policy import Network, VisionLanguageActionPolicy, distinguishes_labels
-from mmrl.policies.vla.saved import CONFIG, WEIGHTS, read_saved_config
+from mmrl.policies.vla.saved import ARCHITECTURE_KEYS, CONFIG, WEIGHTS, has_own_weights, read_saved_config
 from mmrl.policies.vla.settings import (
     ActionFlow,
     ActionHead,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LEROBOT_CONFIG = "config.json"  # of LeRobot's policies, which hold a flow head; mmrl's small networks have no such file
 LEROBOT = ("smolvla", "pi0", "pi05")  # types of LeRobot policies that can be trained
-ARCHITECTURE_KEYS = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
 
 def load(config: JobConfig, job_task: object, path: str) -> VisionLanguageActionPolicy:
@@ -305,11 +304,8 @@ def _check_base_exists(folder: Path, head: ActionHead) -> None:
 
 
 def _check_base_is_loaded(path: str, action: Actions, base: Head) -> None:
-    """Raises UserError for a base head with parameters of its own, since only a folder that a run saved holds their
-    values; the heads of published models are part of the backbone. Standard deviation and scale may have initial
-    values."""
-    may_be_initial = (*base.optional_parameters, "log_std", "log_scale")
-    if any(not name.startswith(may_be_initial) for name, _ in base.named_parameters()):
+    """Raises UserError for a base head with parameters of its own, which the model at `path` does not hold."""
+    if has_own_weights(base):
         raise UserError(_missing_base_message(path, action.head))
 
 

@@ -153,7 +153,7 @@ class VisionLanguageActionPolicy:
         self.normalizer, self.state_statistics, self._warned_of_ranges = normalizer, state_statistics, False
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self.choice: ChunkChoice | None = None
-        self.teachers = ActionTeachers(self)
+        self.teachers = ActionTeachers(self, network.head)
         labels = action.labels
         # texts in the prompt that call an action good or bad; empty: prompts have none
         self.advantage_labels = ("", "") if labels is None else (labels.good, labels.bad)

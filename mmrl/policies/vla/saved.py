@@ -17,6 +17,7 @@ from mmrl.runtime.files import use_default_permissions
 from mmrl.settings import plain
 
 CONFIG, WEIGHTS = "vla.json", "vla.safetensors"
+ARCHITECTURE_KEYS = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
 
 def read_saved_config(folder: Path) -> dict[str, Any]:
@@ -24,6 +25,13 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
     options are keys of that section; they become a section "head"."""
     saved: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     return saved | {"head": {**saved, "type": saved["head"]}} if isinstance(saved["head"], str) else saved
+
+
+def has_own_weights(head: Head) -> bool:
+    """Returns whether a head has parameters that only a folder which a run saved holds: those of published models are
+    part of the backbone, and standard deviation and scale may have initial values."""
+    may_be_initial = (*head.optional_parameters, "log_std", "log_scale")
+    return any(not name.startswith(may_be_initial) for name, _ in head.named_parameters())
 
 
 def save(

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.heads.codec import ActionNormalizer
+from mmrl.policies.vla.heads.head import Head
 from mmrl.policies.vla.off_policy import to_robot_units
-from mmrl.policies.vla.saved import CONFIG, read_saved_config
+from mmrl.policies.vla.saved import ARCHITECTURE_KEYS, CONFIG, has_own_weights, read_saved_config
 from mmrl.policies.vla.settings import ActionHead, Actions
 from mmrl.protocols.parts import Policy
 from mmrl.protocols.teachers import Teachers
@@ -50,14 +51,14 @@ class ActionTeachers(Teachers):
     """Teachers that replay the student's episodes. They get its preprocessed observations, its states and its sampled
     chunks, so they must read observations and scale actions as it does."""
 
-    def __init__(self, taught: ActionPolicy) -> None:
-        """taught: the student."""
+    def __init__(self, taught: ActionPolicy, head: Head) -> None:
+        """taught: the student; head: its action head."""
         super().__init__(taught.module)
-        self.taught = taught
+        self.taught, self.head = taught, head
 
     def check(self, path: str, guidance: float | None) -> None:
-        """Raises UserError for a teacher whose head has other decisions than the student's, for guidance, and for a
-        student that stores encoded observations, which a teacher cannot read."""
+        """Raises UserError for a teacher whose head has other decisions than the student's, without a
+        trained head, for guidance, and for a student that stores encoded observations, which a teacher cannot read."""
         if guidance is not None:
             raise UserError(
                 "teacher.guidance is for models that denoise images, but model.type=vision_language_action has none; "
@@ -67,6 +68,11 @@ class ActionTeachers(Teachers):
             raise UserError(
                 f"teacher {path} needs the images of rollouts, but with a frozen backbone these store its outputs "
                 "only; train a part of the backbone (model.freeze)"
+            )
+        if not (Path(path) / CONFIG).is_file() and has_own_weights(self.head):
+            raise UserError(
+                f"teacher {path} has no trained action head of type {self.taught.action.head.type}; take the folder "
+                "final of a run"
             )
         teacher_actions(self.taught.action, path)
 
@@ -87,7 +93,7 @@ def teacher_actions(action: Actions, path: str) -> Actions:
     saved = read_saved_config(Path(path))
     keys = ["type", *(key for key in action.head.architecture_keys if key not in SIZES)]
     values = [(f"head.{key}", saved["head"].get(key), plain(action.head)[key]) for key in keys]
-    values += [(key, saved[key], plain(action)[key]) for key in ("chunk", "proprioception")]
+    values += [(key, saved[key], plain(action)[key]) for key in ARCHITECTURE_KEYS]
     for key, theirs, ours in values:
         if theirs != ours:
             raise UserError(

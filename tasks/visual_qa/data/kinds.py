@@ -16,3 +16,4 @@ ChartTable = Literal["barley", "iowa-electricity", "stocks", "us-employment", "w
 ChartShape = Literal["bar", "line"]
 StillLifeColour = Literal["red", "green", "blue", "yellow", "purple"]
 STILL_LIFE_COLOURS: tuple[StillLifeColour, ...] = ("red", "green", "blue", "yellow", "purple")
+STILL_LIFE_GRID = 4  # cells along each side of a still life, which demonstrations zoom to

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from mmrl.sims.mujoco.gl import Renderer, choose_backend
+from mmrl.tasks.visual_qa.data.kinds import STILL_LIFE_GRID as GRID
 
 SIZE = 256  # side of an image in pixels
 COLOURS: dict[str, tuple[float, float, float]] = {  # RGB in 0 .. 1, before the light
@@ -35,7 +36,6 @@ LEAN = 0.6  # how far cards lean back, in radians
 CARD_MIDDLE = CARD[1] * np.cos(LEAN) + 0.002  # height of a card's middle above the table, in metres
 CAMERA, TARGET = np.array([0.0, -0.95, 0.95]), np.array([0.0, 0.02, 0.03])  # metres
 FIELD_OF_VIEW = 42.0  # degrees
-GRID = 4  # cells along each side of the image, which demonstrations zoom to
 HIGHEST = 1  # highest row of cells with a card; above it is the wall
 STRAY = 0.1  # cells that a card's middle is from that of its cell at most, along each side
 CLUTTER = 0.13  # metres of clutter from objects and from cards at least
@@ -170,7 +170,7 @@ class Photographer:
             model.geom(name).matid = model.material(choices[rng.integers(len(choices))]).id
         positions, cards = self._layout(rng, camera, rotation)
         for i, (x, y) in enumerate(positions[: self.objects]):
-            self._put(i, x, y, colours[i], digits[i], camera, rng)
+            self._put(i, x, y, colours[i], digits[i], rng)
         self._put_clutter(positions[self.objects :], rng)
         mujoco.mj_forward(model, self.data)
         pixels = np.empty((SIZE, SIZE, 3), np.uint8)
@@ -224,9 +224,7 @@ class Photographer:
                 positions = np.append(positions, position[None], axis=0)
         return positions, cards
 
-    def _put(
-        self, i: int, x: float, y: float, colour: str, digit: int, camera: NDArray[np.float64], rng: np.random.Generator
-    ) -> None:
+    def _put(self, i: int, x: float, y: float, colour: str, digit: int, rng: np.random.Generator) -> None:
         """Puts object i at (x, y) in metres, of a random shape and shade, with its card leaning against its front."""
         model = self.model
         thing, card = model.geom(f"object{i}"), model.geom(f"card{i}")

@@ -20,12 +20,12 @@ from mmrl.rollouts import Prompt
 from mmrl.runtime.installation import extra_command
 from mmrl.tasks.visual_qa.data.digits import SPLITS
 from mmrl.tasks.visual_qa.data.kinds import STILL_LIFE_COLOURS
+from mmrl.tasks.visual_qa.data.kinds import STILL_LIFE_GRID as GRID
 
 if TYPE_CHECKING:
     from mmrl.tasks.visual_qa.data.still_life_scene import Photographer
 
 QUALITY = 92  # of the JPEG files in which images are kept, as cameras write them
-GRID = 4  # cells along each side of an image, as in still_life_scene.py
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from mmrl.tasks.visual_qa.data.digits import CELL
 from mmrl.tasks.visual_qa.data.running_sums import QUESTION
 
 VOCABULARY = 320
+MOST_DIGITS = 9
 
 
 def build(path: str | Path, seed: int = 0) -> None:
@@ -23,12 +24,15 @@ def build(path: str | Path, seed: int = 0) -> None:
 def right_steps(sample: Sample, steps: Sequence[str]) -> list[float]:
     """Returns 1 for each line that adds the next digit to the line before it, else 0. A line after a wrong one may be
     right. Lines beyond the digits are wrong."""
-    values, before = [], 0
     digits: list[int] = sample.prompt.metadata["digits"]
-    for line, step in enumerate(steps):
-        text = step.strip()
-        is_number = text.isascii() and text.isdigit()
-        right = line < len(digits) and is_number and int(text[:9]) == before + digits[line]
-        values.append(float(right))
-        before = int(text[:9]) if is_number else -1
+    sums = [read_sum(step.strip()) for step in steps]
+    values = [0.0] * len(sums)
+    for line, (before, after) in enumerate(zip([0, *sums], sums, strict=False)):
+        if line < len(digits) and before is not None and after == before + digits[line]:
+            values[line] = 1.0
     return values
+
+
+def read_sum(line: str) -> int | None:
+    """Returns the number in a line; None if it holds something else, or more digits than any sum has."""
+    return int(line) if line.isascii() and line.isdigit() and len(line) <= MOST_DIGITS else None
