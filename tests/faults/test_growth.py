@@ -34,6 +34,7 @@ from mmrl.sims.turns.cards import CardGame
 from mmrl.tasks.data.tables import _is_object, _json_lines
 from mmrl.tasks.image_generation.rewriting import PromptRewriting
 from mmrl.tasks.visual_qa.data.columns import Columns
+from mmrl.tasks.visual_qa.tiny.sums import read_sum
 from tests.house.layout import ROOT
 
 LONG = 32_768  # characters
@@ -239,6 +240,7 @@ READERS: dict[str, Read] = {
     "markers of images": refused(lambda text: Columns(images=("a",))._place_images({"a": 1}, text), RowError),
     "letters to invert": refused(lambda text: Columns()._invert({"g": text, "q": ""}, ["A"], "q", "g"), RowError),
     "cards": lambda text: card_game().step(text),
+    "lines of sums": read_sum,
     "logs of vLLM": last_error,
 }
 OPTIONS: dict[str, dict[str, Any]] = {"sections": {"tags": ["think", "answer"]}}
