@@ -1,14 +1,16 @@
-"""PPO on ManiSkill's PushCube from states: this repository's recipe beside ManiSkill's own, to equal success.
+"""PPO on a task of ManiSkill from states: this repository's recipe beside ManiSkill's own, to equal success.
 
-    .venv/bin/python scripts/bench/pushcube.py [--seeds 0,1,2] [--arms maniskill,ours] [--until 0.9] [--most 260000]
-    .venv/bin/python scripts/bench/pushcube.py --rounds 5 --most 12800    # how fast, in rounds; no evaluations
+    .venv/bin/python scripts/bench/maniskill_ppo.py [--task PushCube-v1] [--seeds 0,1,2] [--arms maniskill,ours]
+    .venv/bin/python scripts/bench/maniskill_ppo.py --task PickCube-v1 --seeds 0 --every 50000 --most 1000000 --curves
+    .venv/bin/python scripts/bench/maniskill_ppo.py --rounds 5 --most 12800    # how fast, in rounds; no evaluations
 
 Each arm of each seed is a process of its own, one after the other, with one thread and no worker processes. The peer is
-`PushCubePPO` below, written from the hyper-parameters and the recipe that ManiSkill publishes for its `ppo.py` (Tao et
+`ManiSkillPPO` below, written from the hyper-parameters and the recipe that ManiSkill publishes for its `ppo.py` (Tao et
 al. 2024, after CleanRL). Both play the same environments (states, pd_joint_delta_pos, dense reward, 50 actions), both
 are evaluated on the same held-out start states (--prompts of them, likeliest actions) every --every environment steps,
-by the same simulator code. Seconds are of the processor and leave evaluations out. Prints a Markdown table of the
-environment steps and seconds until held-out success first reached 0.8 and 0.9; the curves go to --out as JSON.
+by the same simulator code. Seconds are of the processor and leave evaluations out. A run ends at the success rate
+--until, or after --most environment steps. Prints a Markdown table of the environment steps and seconds until held-out
+success first reached 0.8 and 0.9, and with --curves one of every evaluation; the curves go to --out as JSON.
 
 With --rounds the arms only run to --most environment steps, in turns: how long a start takes, and the environment steps
 of a second of the processor after the first update, as the median of the rounds and their extremes.
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,44 +45,105 @@ from mmrl.rollouts import Rollouts
 from mmrl.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-TASK, CONTROL, EPISODE = "PushCube-v1", "pd_joint_delta_pos", 50
+CONTROL = "pd_joint_delta_pos"
 MARKS = (0.8, 0.9)
 Curve = list[dict[str, float]]  # environment steps, seconds of the processor, held-out success
 
 
+@dataclass(frozen=True)
+class Compared:
+    """What the arms need to know of a task.
+
+    recipe: mmrl's, in configs/vla. length: actions of each of the peer's environments in an update. ManiSkill publishes
+    2048 environments of 20 actions for PushCube, 1024 of 50 for PickCube, and 32 minibatches for both. On a CPU both
+    updates are smaller by the same factor, 12.8, in 8 minibatches.
+    """
+
+    recipe: str
+    length: int
+
+
+TASKS = {
+    "PushCube-v1": Compared("manipulation_maniskill_pushcube", 200),
+    "PickCube-v1": Compared("manipulation_maniskill_pickcube_states", 250),
+}
+
+
 def main() -> None:
+    options = parser().parse_args()
+    if options.out is None:
+        options.out = ROOT / "build/maniskill_ppo" / options.task
+    if options.one is not None:
+        arm, seed = options.one.split(",")
+        ARMS[arm](int(seed), options)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    print(rates(options) if options.rounds else learning(options))
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="PushCube-v1")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--arms", default="maniskill,ours")
     parser.add_argument("--until", type=float, default=0.9, help="a run ends at this held-out success rate")
     parser.add_argument("--most", type=int, default=260_000, help="or after this number of environment steps")
     parser.add_argument("--every", type=int, default=12_800, help="environment steps between two evaluations")
     parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--curves", action="store_true", help="also print success and seconds at each evaluation")
     parser.add_argument(
         "--rounds", type=int, default=0, help="number of rounds that measure speed; 0: measure learning"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "build/pushcube")
+    parser.add_argument("--out", type=Path, help="default: build/maniskill_ppo/TASK")
     parser.add_argument("--one", help="NAME,SEED: run this one in this process")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE: overrides of mmrl's recipe")
-    options = parser.parse_args()
-    if options.one is not None:
-        arm, seed = options.one.split(",")
-        ARMS[arm](int(seed), options)
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.rounds:
-        print(rates(options))
-        return
-    print(
-        "| arm | seed | " + " | ".join(f"steps to {m} | seconds to {m}" for m in MARKS) + " | last | steps a second |"
-    )
-    print("|" + " --- |" * (4 + 2 * len(MARKS)))
+    return parser
+
+
+def learning(options: argparse.Namespace) -> str:
+    """Returns a table of the steps and seconds to each mark; with --curves also a table of evaluations for each seed.
+    Runs what --out has no curve of yet."""
+    marks = " | ".join(f"steps to {mark} | seconds to {mark}" for mark in MARKS)
+    lines = [f"| arm | seed | {marks} | best | last | steps a second |", "|" + " --- |" * (5 + 2 * len(MARKS))]
+    evaluations = list[str]()
     for seed in options.seeds.split(","):
+        curves = dict[str, Curve]()
         for arm in options.arms.split(","):
-            file = options.out / f"{arm}-{seed}.json"
-            if not file.is_file():
+            curves[arm] = known_curve(arm, seed, options)
+            if not ended(curves[arm], options):
                 run(arm, seed)
-            print(row(arm, seed, json.loads(file.read_text())), flush=True)
+                curves[arm] = known_curve(arm, seed, options)
+            lines.append(row(arm, seed, curves[arm]))
+        evaluations += ["", f"Seed {seed}:", "", curve_table(curves)]
+    return "\n".join(lines + evaluations if options.curves else lines)
+
+
+def known_curve(arm: str, seed: str, options: argparse.Namespace) -> Curve:
+    """Returns the curve in --out up to the evaluation that ends a run with these options. A run that was killed, or had
+    a lower --most, left a curve that does not end."""
+    file = options.out / f"{arm}-{seed}.json"
+    points = json.loads(file.read_text()) if file.is_file() else []
+    ends = [i for i in range(len(points)) if ended(points[: i + 1], options)]
+    return points[: ends[0] + 1] if ends else points
+
+
+def ended(curve: Curve, options: argparse.Namespace) -> bool:
+    return bool(curve) and (curve[-1]["success"] >= options.until or curve[-1]["steps"] >= options.most)
+
+
+def curve_table(curves: dict[str, Curve]) -> str:
+    """Returns a table with a row for each evaluation, "-" after an arm's last one."""
+    heads = " | ".join(f"steps of {arm} | success | seconds" for arm in curves)
+    lines = [f"| evaluation | {heads} |", "|" + " --- |" * (1 + 3 * len(curves))]
+    for i in range(max(map(len, curves.values()))):
+        cells = [str(i + 1)]
+        for curve in curves.values():
+            if i < len(curve):
+                cells += [f"{curve[i]['steps']:,.0f}", f"{curve[i]['success']:.2f}", f"{curve[i]['seconds']:.0f}"]
+            else:
+                cells += ["-"] * 3
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def run(arm: str, seed: str) -> None:
@@ -116,8 +180,9 @@ def row(arm: str, seed: str, curve: Curve) -> str:
     for mark in MARKS:
         first = next((point for point in curve if point["success"] >= mark), None)
         cells += ["-", "-"] if first is None else [f"{first['steps']:,.0f}", f"{first['seconds']:.0f}"]
-    last = curve[-1]
-    return "| " + " | ".join([*cells, f"{last['success']:.2f}", f"{last['steps'] / last['seconds']:.0f}"]) + " |"
+    last, best = curve[-1], max(point["success"] for point in curve)
+    cells += [f"{best:.2f}", f"{last['success']:.2f}", f"{last['steps'] / last['seconds']:.0f}"]
+    return "| " + " | ".join(cells) + " |"
 
 
 class Curves:
@@ -139,10 +204,8 @@ class Curves:
         """Whether the arm is done."""
         self.points.append({"steps": float(steps), "seconds": seconds, "success": success})
         print(f"{self.file.stem}: {steps} steps, {seconds:.0f} s, held-out success {success:.2f}", flush=True)
-        done = success >= self.options.until or steps >= self.options.most
-        if done:
-            self.file.write_text(json.dumps(self.points, indent=2))
-        return done
+        self.file.write_text(json.dumps(self.points, indent=2))
+        return ended(self.points, self.options)
 
 
 class Pace(Curves):
@@ -194,16 +257,16 @@ def orthogonal(layer: nn.Linear, gain: float) -> nn.Linear:
     return layer
 
 
-class PushCubePPO:
-    """16 environments of 200 actions an update, 8 epochs of 8 minibatches of single actions, Adam at 3e-4, gamma 0.8,
-    lambda 0.9, clip 0.2, no entropy bonus, gradients clipped at 0.5, an update that ends once the KL estimate of a
+class ManiSkillPPO:
+    """An update is 16 environments of 200 or 250 actions, 8 epochs of 8 minibatches of single actions; Adam at 3e-4,
+    gamma 0.8, lambda 0.9, clip 0.2, no entropy bonus, gradients clipped at 0.5, an end once the KL estimate of a
     minibatch is above 0.1, advantages standardised in each minibatch. An environment starts anew where an episode ends,
     solved or not, and the critic's word stands for what would have followed."""
 
-    envs, length, epochs, minibatches = 16, 200, 8, 8
+    envs, epochs, minibatches = 16, 8, 8
     gamma, lam, clip, target_kl, value_weight = 0.8, 0.9, 0.2, 0.1, 0.5
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, task: str, seed: int) -> None:
         import gymnasium as gym
         import mani_skill.envs  # noqa: F401
         from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
@@ -211,10 +274,11 @@ class PushCubePPO:
         from mmrl.sims.maniskill.driver import choose_device
 
         choose_device()
+        self.length = TASKS[task].length
 
         def make() -> Any:
             made = gym.make(
-                TASK,
+                task,
                 obs_mode="state",
                 control_mode=CONTROL,
                 reward_mode="normalized_dense",
@@ -311,7 +375,7 @@ class PushCubePPO:
 def maniskill(seed: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     curves = observed("maniskill", seed, options)
-    peer, task = PushCubePPO(seed), held_out(options.prompts)
+    peer, task = ManiSkillPPO(options.task, seed), held_out(options.task, options.prompts)
     while True:
         peer.update()
         if curves.due(peer.steps):
@@ -322,11 +386,11 @@ def maniskill(seed: int, options: argparse.Namespace) -> None:
                 return
 
 
-def held_out(count: int) -> Callable[[Callable[[NDArray[np.float32]], NDArray[np.float32]]], float]:
-    """Success of a policy of states on the start states that our recipe holds out."""
+def held_out(name: str, count: int) -> Callable[[Callable[[NDArray[np.float32]], NDArray[np.float32]]], float]:
+    """Success of a policy of states on the start states that our recipe for the task `name` holds out."""
     from mmrl.sims.vector.episodes import run_episodes
 
-    task: Any = build_task(recipe(0, []))
+    task: Any = build_task(recipe(name, 0, []))
     rows = 20
     sim = task.make_simulator(rows)  # its environments are made when they are first used, in an evaluation
     starts = [task.evaluation[i].metadata for i in range(count)]
@@ -347,9 +411,9 @@ def held_out(count: int) -> Callable[[Callable[[NDArray[np.float32]], NDArray[np
 # --- ours ---
 
 
-def recipe(seed: int, overrides: list[str]) -> Any:
+def recipe(task: str, seed: int, overrides: list[str]) -> Any:
     one_core = ["task.workers=0", "task.turns=1", "threads=1", f"seed={seed}"]
-    return load(ROOT / "configs/vla/manipulation_maniskill_pushcube.yaml", [*one_core, *overrides])
+    return load(ROOT / "configs/vla" / f"{TASKS[task].recipe}.yaml", [*one_core, *overrides])
 
 
 def ours(seed: int, options: argparse.Namespace) -> None:
@@ -357,7 +421,7 @@ def ours(seed: int, options: argparse.Namespace) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     curves = observed("ours", seed, options)
     own = ["steps=1000000", "evaluation.every=1", "evaluation.before=false", f"evaluation.prompts={options.prompts}"]
-    config = recipe(seed, [*own, "checkpoint.every=0", "checkpoint.best=false", *options.overrides])
+    config = recipe(options.task, seed, [*own, "checkpoint.every=0", "checkpoint.best=false", *options.overrides])
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     task = build_task(config)
