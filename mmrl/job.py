@@ -19,6 +19,7 @@ from mmrl import trainer
 from mmrl.build import build_engine, build_generator, build_policy, build_task, check_model
 from mmrl.checkpoints import check_run_dir, check_warm_start
 from mmrl.checkpoints.data import record
+from mmrl.checkpoints.networks import read_networks
 from mmrl.checkpoints.starting import read_origin
 from mmrl.children.processes import run_command, stopped_by
 from mmrl.collection.checks import check_batch
@@ -122,8 +123,10 @@ class Job:
             self._start_heartbeat(parts)
         else:
             self.config = without_workers(self.config)
+            weights = str(self.config.model.path)
+            played_with = read_networks(Path(weights))
             for measurement in self.config.needs.prepared:
-                measurement.check_weights_alone()
+                measurement.check_saved(played_with, weights)
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -158,6 +161,8 @@ class Job:
         parts.callback(self.ranks.close)
         if self._engine is None:
             self.policy.module.to(self.ranks.device)
+            for measurement in config.needs.prepared:
+                measurement.start_saved(self.policy, played_with, weights)
         else:
             check_batch(config, self.ranks.world)
         self.generator = build_generator(config, self.policy, self.task, self.ranks)

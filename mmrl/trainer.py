@@ -345,7 +345,9 @@ class Trainer:
         format of the model's library."""
         with applied(self.ema):
             origin = checkpoints.make_origin(self.step, plain(self.config))
-            checkpoints.save_weights(self.run.folder / name, self.policy, self.engine, origin)
+            checkpoints.save_weights(
+                self.run.folder / name, self.policy, self.engine, origin, self.preparation.played_with()
+            )
 
     def _copies(self) -> dict[str, EMA | Snapshot]:
         """Returns the copies of the weights that checkpoints hold, by name."""

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmrl.checkpoints import files
+from mmrl.checkpoints.networks import write_networks
 from mmrl.checkpoints.training import MAY_CHANGE, WORTH_SAYING, differences, digest, resume_obstacle
 from mmrl.checkpoints.writing import Writing, one_line
 from mmrl.engine import EMA, Engine, weights_only
@@ -73,9 +75,11 @@ def end(pending: Pending, engine: Engine, *, keep: int) -> None:
     engine.barrier()
 
 
-def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, Any]) -> None:
+def save_weights(
+    folder: Path, policy: Any, engine: Engine, origin: dict[str, Any], played_with: Mapping[str, Tensor] | None = None
+) -> None:
     """Replaces `folder` by the policy's weights in the library's own format, with their `origin`, see `make_origin`. A
-    collective.
+    collective. played_with: tensors of the networks that the policy plays with, if any.
 
     Raises UserError if it cannot be written, or if weights are NaN or infinite; the previous folder then stays.
     """
@@ -87,6 +91,7 @@ def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, An
         shutil.rmtree(pending, ignore_errors=True)
         try:
             policy.save(pending, state)
+            write_networks(pending, played_with or {})
             (pending / ORIGIN).write_text(json.dumps(origin, indent=1))
         except Exception as error:  # safetensors has its own exception types for a failed write
             problem = one_line(error)

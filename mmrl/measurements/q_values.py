@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -118,27 +118,65 @@ class QValues(PreparedMeasurement["Column"]):
     def start(self, policy: Any, modules: AuxiliaryModules, seed: int) -> None:
         """Makes the policy choose among `best_of` chunks by the Q networks, once they have been updated or restored
         from a checkpoint."""
+        self._choose(
+            policy,
+            lambda: modules.has(f"{self.name} q"),
+            lambda pairs: self.q_networks(modules, pairs.shape[1], seed).predict(pairs),
+        )
+
+    def played_with(self, modules: AuxiliaryModules) -> dict[str, Tensor]:
+        """Returns the tensors of the Q networks if they choose chunks."""
+        return {} if self.best_of is None else modules.weights(f"{self.name} q")
+
+    def check_saved(self, tensors: Mapping[str, Tensor], folder: str) -> None:
+        """Raises UserError if the Q networks choose, and `folder` has none."""
+        from mmrl.errors import UserError
+
+        if self.best_of is not None and not tensors:
+            key = "algorithm.q.best_of"
+            raise UserError(
+                f"{key} chooses by Q networks, which the weights in {folder} do not have; set {key}=null to play the "
+                "policy alone"
+            )
+
+    def start_saved(self, policy: Any, tensors: Mapping[str, Tensor], folder: str) -> None:
+        """Makes the policy choose among `best_of` chunks by the Q networks that were saved with its weights."""
+        import torch
+
+        from mmrl.core.values import QEnsemble
+        from mmrl.errors import UserError
+
+        if self.best_of is None:
+            return
+        networks = QEnsemble(sum(policy.off_policy.encoding_sizes), self.width, self.members, seed=0)
+        try:
+            networks.load_state_dict(tensors)
+        except RuntimeError:
+            raise UserError(
+                f"algorithm: the Q networks in {folder} have other sizes than q.members={self.members} of "
+                f"q.width={self.width} for this policy; set these keys as in the run's config.yaml"
+            ) from None
+
+        def predict(pairs: Tensor) -> Tensor:
+            with torch.no_grad():
+                values: Tensor = networks(pairs)
+            return values
+
+        self._choose(policy, lambda: True, predict)
+
+    def _choose(self, policy: Any, ready: Callable[[], bool], predict: Callable[[Tensor], Tensor]) -> None:
+        """Makes the policy play the best of `best_of` chunks, if that is set. ready: whether `predict` can be called;
+        predict: returns the Q values of pairs of an observation and a chunk by each network, [network, pair]."""
         import torch
 
         from mmrl.protocols.abilities import ChunkChoice
 
         def score(observations: Tensor, chunks: Tensor) -> Tensor:
-            pairs = torch.cat([observations, chunks], 1)
-            by_member = self.q_networks(modules, pairs.shape[1], seed).predict(pairs)
+            by_member = predict(torch.cat([observations, chunks], 1))
             return by_member.mean(0) if self.best_by_mean else by_member.amin(0)
 
         if self.best_of is not None:
-            policy.off_policy.choose_by(ChunkChoice(self.best_of, lambda: modules.has(f"{self.name} q"), score))
-
-    def check_weights_alone(self) -> None:
-        """Raises UserError if the Q networks choose, which are not saved with the policy's weights."""
-        from mmrl.errors import UserError
-
-        if self.best_of is not None:
-            key = "algorithm.q.best_of"
-            raise UserError(
-                f"{key} chooses by Q networks, which weights alone do not have; set {key}=null to play the policy alone"
-            )
+            policy.off_policy.choose_by(ChunkChoice(self.best_of, ready, score))
 
     def entropy_temperature(self, modules: AuxiliaryModules) -> AuxiliaryModule[EntropyTemperature] | None:
         """Returns the weight of the entropy, a trained module; None if entropy is not used."""

@@ -94,6 +94,13 @@ class AuxiliaryModules:
         """Returns whether `get` has built this module, or a checkpoint holds its state."""
         return name in self._modules or name in self._unclaimed
 
+    def weights(self, name: str) -> dict[str, Tensor]:
+        """Returns the tensors of a module by name; {} where `has` is False."""
+        if name in self._unclaimed:
+            tensors: dict[str, Tensor] = self._unclaimed[name]["module"]
+            return tensors
+        return self._modules[name].module.state_dict() if name in self._modules else {}
+
     def state(self) -> dict[str, dict[str, Any]]:
         return self._unclaimed | {name: module.state() for name, module in self._modules.items()}
 

@@ -4,7 +4,7 @@ need them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -153,8 +153,17 @@ class PreparedMeasurement(Measurement[R_co]):
         """Receives, before training, the policy and the networks that are trained beside it, for a policy that reads
         them while it samples. seed: the run's seed."""
 
-    def check_weights_alone(self) -> None:
-        """Raises UserError if the policy cannot be evaluated without the networks that are trained beside it."""
+    def played_with(self, modules: AuxiliaryModules) -> dict[str, Tensor]:
+        """Returns the tensors of the networks that the policy plays with. They are saved beside its weights."""
+        return {}
+
+    def check_saved(self, tensors: Mapping[str, Tensor], folder: str) -> None:
+        """Checks what `played_with` returned when the weights of a job that does not train were saved. Raises UserError
+        if networks are missing that the policy plays with. folder: of the weights."""
+
+    def start_saved(self, policy: Any, tensors: Mapping[str, Tensor], folder: str) -> None:
+        """Receives, in a job that does not train, the policy and the tensors that `check_saved` checked. Raises
+        UserError if they do not fit the job."""
 
     @abstractmethod
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> R_co: ...

@@ -264,6 +264,13 @@ class Preparation:
         for measurement in self.needs.prepared:
             rollouts.extras[measurement.name] = measurement.measure(rollouts, context)
 
+    def played_with(self) -> dict[str, Tensor]:
+        """Returns the tensors of the networks that the policy plays with, which are saved beside its weights."""
+        tensors: dict[str, Tensor] = {}
+        for measurement in self.needs.prepared:
+            tensors |= measurement.played_with(self.modules)
+        return tensors
+
     def weights(self, which: Weights) -> AbstractContextManager[Any]:
         """Returns a context in which the policy has the weights that sampled the step's rollouts, or those of the
         reference policy. Raises ValueError if the job has no reference policy."""

@@ -1,10 +1,15 @@
 """Chunks that Q networks choose among while episodes are played: which one, by hand, and where none can be chosen."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from mmrl.checkpoints.networks import FILE
+from mmrl.cli.main import main as cli
 from mmrl.core.values import QEnsemble
 from mmrl.errors import UserError
 from mmrl.job import Job
@@ -109,6 +114,65 @@ def test_implicit_q_learning_chooses_too(tmp_path):
     release(trainer)
 
 
+# --- evaluation of saved weights ---
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four steps with two Q networks of width 16, which choose among five chunks."""
+    folder = tmp_path_factory.mktemp("finished")
+    settings = [*options(WIDE, q=", updates: 4, best_of: {count: 5}"), "evaluation={every: 2, temperature: 1.0}"]
+    train(folder, *settings, "steps=4", "checkpoint.best=true", base=ROBOTS)
+    return folder
+
+
+def best_chunks(policy, tensors, rows, states, seeds):
+    """Of five chunks that the head samples at each of n observations those with the highest least Q, [n, chunk,
+    action], and their numbers. rows: prepared observations; states, seeds: [n]. tensors: the file of Q networks, which
+    read features, state, actions and the mask of executed ones."""
+    with torch.no_grad():
+        prefix, state = policy.module.encode(policy.collate(rows)), policy.module.policy_state(states)
+        by_candidate = [seeds, *([derive_seed(seed, k) for seed in seeds] for k in range(1, 5))]
+        sampled = [policy.module.head.act(prefix, state, ActionSampling(each))["actions"] for each in by_candidate]
+        chunks = torch.stack(sampled, 1)
+        observed = torch.cat([prefix.last, states], 1)[:, None].expand(-1, 5, -1)
+        pairs = torch.cat([observed, chunks[..., 0].clamp(-1, 1), torch.ones(len(seeds), 5, 2)], 2)
+        networks = QEnsemble(pairs.shape[2], 16, 2, seed=0)
+        networks.load_state_dict(tensors)
+        indices = networks(pairs.flatten(0, 1)).amin(0).view(-1, 5).argmax(1)
+    return chunks[torch.arange(len(seeds)), indices], indices.tolist()
+
+
+@pytest.mark.parametrize("name", ["final", "best"])
+def test_saved_weights_play_the_chunk_with_the_highest_q(finished, name):
+    tensors = load_file(finished / name / FILE)
+    with Job.from_weights(finished / name) as job:
+        policy, chosen = job.policy, set()
+        played = policy.rollout([job.task.train[i] for i in range(6)], 1, range(100, 106))
+        for row, seed in enumerate(range(100, 106)):
+            for t, step in enumerate(played.inputs[row]):
+                seeds = [derive_seed(seed, t)]
+                chunk, index = best_chunks(policy, tensors, [step.observation], step.state[None], seeds)
+                close(step.sampled["actions"], chunk[0], atol=1e-6)
+                chosen |= set(index)
+        assert len(chosen) > 2
+        observation = policy.sim.reset([0, 30], ["go"] * 2).select(np.arange(2))  # as a robot's client sends it
+        state = policy.robot_state(observation)
+        chunk, _ = best_chunks(policy, tensors, policy.prepare(observation), state, [7, 8])
+        close(policy.act(observation, [7, 8], 1.0), chunk.clamp(-1, 1), atol=1e-6)
+
+
+def test_mmrl_eval_measures_what_the_run_measured(finished):
+    """The last evaluation of the run and `mmrl eval`, episode by episode; without Q the episodes are others."""
+    last = [row for row in metrics(finished) if "evaluation/episode/return" in row][-1]
+    found = {}
+    for best in ("", "algorithm.q.best_of=null"):
+        with pytest.raises(SystemExit, match="0"):
+            cli(["eval", str(finished), "evaluation.decoding=greedy", *([best] if best else [])])
+        found[best] = json.loads((finished / "evaluation.json").read_text())["evaluation/episode/return"]
+    assert found[""] == last["evaluation/episode/return"] != found["algorithm.q.best_of=null"]
+
+
 # --- refusals ---
 
 
@@ -126,12 +190,31 @@ def test_jobs_without_q_networks_are_refused(tmp_path, change, message):
         release(make(tmp_path, *options(WIDE, q=", best_of: {count: 2}"), change, base=ROBOTS))
 
 
-def test_weights_alone_are_refused(tmp_path):
+def test_weights_without_q_networks_are_refused(tmp_path):
+    """The only training step stores its episodes, so that no Q network exists at its end."""
     train(tmp_path / "run", *options(WIDE, q=", best_of: {count: 2}"), "steps=1", base=ROBOTS)
     message = (
-        r"algorithm.q.best_of chooses by Q networks, which weights alone do not have; set algorithm.q.best_of=null"
+        r"algorithm.q.best_of chooses by Q networks, which the weights in .*run/final do not have; "
+        r"set algorithm.q.best_of=null to play the policy alone"
     )
     with pytest.raises(UserError, match=message), Job.from_weights(tmp_path / "run"):
         pass
     with Job.from_weights(tmp_path / "run", overrides=["algorithm.q.best_of=null"]) as job:
         assert job.policy.choice is None
+
+
+def test_saved_q_networks_that_do_not_fit_are_refused(finished):
+    for change, message in (
+        ("algorithm.q.width=8", "have other sizes than q.members=2 of q.width=8 for this policy"),
+        ("algorithm.q.members=3", "have other sizes than q.members=3 of q.width=16 for this policy"),
+    ):
+        with pytest.raises(UserError, match=message), Job.from_weights(finished, overrides=[change]):
+            pass
+
+
+def test_a_damaged_file_of_q_networks_is_named(finished, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(finished, broken)
+    (broken / "final" / FILE).write_bytes(b"not safetensors")
+    with pytest.raises(UserError, match=f"final/{FILE} cannot be read"), Job.from_weights(broken):
+        pass

@@ -204,13 +204,12 @@ class VisionLanguageActionPolicy:
 
     @torch.no_grad()
     def act(self, observation: Observation, seeds: Sequence[int], temperature: float) -> NDArray[np.float64]:
-        """Samples one chunk for each row of an observation that may come from a real robot. seeds: one for each row.
-        Returns [row, chunk, action] in the robot's units."""
+        """Chooses one chunk for each row of an observation that may come from a real robot, as in an episode. seeds:
+        one for each row. Returns [row, chunk, action] in the robot's units."""
         state = self.robot_state(observation).to(self.device)
         prefix = self.module.encode(self.collate(self.prepare(observation)))
         sampling = ActionSampling(list(seeds), temperature, training=False)
-        actions = self.module.head.act(prefix, self.module.policy_state(state), sampling)["actions"]
-        return to_robot_units(actions, self.normalizer)
+        return to_robot_units(self.off_policy.act(prefix, state, sampling)["actions"], self.normalizer)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """Raises UserError: observations come from the simulator, so a changed prompt cannot be replayed."""
