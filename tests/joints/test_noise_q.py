@@ -169,6 +169,31 @@ def test_the_policy_climbs_q_of_its_noise_by_hand(tmp_path, base, monkeypatch, o
     release(trainer)
 
 
+def test_the_policy_climbs_q_of_bounded_noise_by_hand(tmp_path, base, monkeypatch):
+    """The Q networks are -3 w_1 and -w_1 of w = 1.5 tanh(u). By the mean of u_1 the loss 0.5 log p(w) + 3 w_1 has the
+    gradient 0.5 x 2 tanh(u_1) + 3 x 1.5 (1 - tanh(u_1)^2); see test_steered.py."""
+
+    def fixed(self, x):
+        first = x[:, -4].double()
+        return torch.stack([-3.0 * first, -1.0 * first])
+
+    entropy = ", entropy: {temperature: 0.5, target: null}"
+    options = steered(base, head=", std: 0.4, bound: 1.5", q=entropy)
+    trainer, _, minibatches = prepared(tmp_path, *options)
+    monkeypatch.setattr(QEnsemble, "fixed", fixed)
+    head = trainer.policy.module.head.noise
+    with torch.no_grad():
+        head.layers[0].weight.zero_()
+        head.layers[0].bias.copy_(torch.tensor([1.5, 0.0, 0.0, 0.0]))  # so that w_1 is above 0
+    (micro,) = minibatches[0]
+    parts, stats = trainer.losses(micro, trainer.algorithm.denominators(micro))
+    trainer.engine.backward(sum(parts.values()))
+    tanh = stats["q_gradient/q"][recorded(micro)][:, 0] / -3.0 / 1.5
+    assert tanh.min() > 0 and tanh.max() < 1 and len(tanh.unique()) == 12
+    close(head.layers[0].bias.grad[0], (0.5 * 2 * tanh + 3 * 1.5 * (1 - tanh**2)).mean(), atol=1e-4)
+    release(trainer)
+
+
 def test_q_of_the_noise_reads_the_step_s_own_observation(tmp_path, base, monkeypatch):
     monkeypatch.setattr(QEnsemble, "fixed", lambda self, x: torch.stack([x[:, -5].double()] * 2))
     trainer, rollouts, minibatches = prepared(tmp_path, *steered(base))

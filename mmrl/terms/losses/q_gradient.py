@@ -73,7 +73,7 @@ class QGradient(Term):
     )
     source: ClassVar[str] = (
         "the actor of SAC, arXiv 1812.05905, on chunks of actions as in Q-chunking, arXiv 2507.07969; of=mean as in "
-        "RLPD, arXiv 2302.02948; q.noise: DSRL-NA, arXiv 2506.15799, without its bound of the noise"
+        "RLPD, arXiv 2302.02948; q.noise: DSRL-NA, arXiv 2506.15799; its bound of the noise is action.head.bound"
     )
     test: ClassVar[str] = "tests/joints/test_q_gradient.py"
     type: str = "q_gradient"

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import AffineTransform, Normal, TanhTransform, TransformedDistribution, kl_divergence
 
 from mmrl.config import validate
 from mmrl.errors import UserError
@@ -135,6 +135,69 @@ class TestByHand:
             by_hand(noises=3)
 
 
+class TestBounded:
+    """Noise 1.5 tanh(u) around the means 1.1 and 0.2 of u, with deviation 0.8."""
+
+    def density(self, temperature=1.0):
+        normal = Normal(torch.tensor([1.1, 0.2]), 0.8 * temperature)
+        return TransformedDistribution(normal, [TanhTransform(cache_size=1), AffineTransform(0.0, 1.5)])
+
+    def test_the_likeliest_noise_is_the_tanh_of_the_mean(self, by_hand):
+        sampled = by_hand(bound=1.5).act(*asked(), ActionSampling([5], temperature=0.0))
+        noise = torch.tensor([1.200749, 0.296063])  # 1.5 x 0.800499 and 1.5 x 0.197375
+        torch.testing.assert_close(sampled["noise"].flatten(), noise, atol=1e-5, rtol=0)
+        torch.testing.assert_close(sampled["actions"].flatten(), flowed(noise), atol=1e-5, rtol=0)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize("level", ["action", "chunk"])
+    def test_densities_are_those_of_torch(self, by_hand, temperature, level):
+        head = by_hand(bound=1.5, level=level)
+        sampled = head.act(*asked(200), ActionSampling(list(range(200)), temperature))
+        noise = sampled["noise"][..., 0]
+        assert 1.3 < noise.abs().max() < 1.5
+        fields = head.score(*asked(200), sampled, VALID.expand(200, 2), None, None)
+        expected = self.density(temperature).log_prob(noise)
+        torch.testing.assert_close(
+            fields["logp"], expected if level == "action" else expected.sum(1, keepdim=True), atol=2e-4, rtol=0
+        )
+        assert set(fields) == {"logp", "prediction"}
+        below = self.density(temperature).cdf(noise)  # as many of each tenth as torch's distribution function says
+        assert (torch.histc(below[:, 0], 5, 0, 1) - 40).abs().max() < 20
+
+    def test_the_gradient_of_its_objective_by_hand(self, by_hand):
+        """0.5 log p(w) + 3 w of w = 1.5 tanh(u), u = mean + 0.8 e, by the mean: the density of u does not change, the
+        slope of the bound does by 2 tanh(u), and w by 1.5 (1 - tanh(u)^2)."""
+        head = by_hand(bound=1.5)
+        sampled = head.sample_noise(*asked(), ActionSampling([5]))
+        logp = head.score(*asked(), sampled, VALID, None, None)["logp"]
+        (0.5 * logp + 3.0 * sampled["noise"][..., 0]).sum().backward()
+        tanh = sampled["before_tanh"].detach().flatten().tanh()
+        expected = 0.5 * 2 * tanh + 3.0 * 1.5 * (1 - tanh**2)
+        torch.testing.assert_close(head.noise.layers[0].bias.grad, expected, atol=1e-5, rtol=0)
+
+    def test_a_new_density_has_a_ratio(self, by_hand):
+        """A policy whose means are 0.1 higher scores stored noise as torch does."""
+        head = by_hand(bound=1.5)
+        sampled = head.act(*asked(), ActionSampling([5]))
+        with torch.no_grad():
+            head.noise.layers[0].bias += 0.1
+        moved = TransformedDistribution(
+            Normal(torch.tensor([1.2, 0.3]), 0.8), [TanhTransform(cache_size=1), AffineTransform(0.0, 1.5)]
+        )
+        found = head.score(*asked(), sampled, VALID, None, None)["logp"][0]
+        torch.testing.assert_close(found, moved.log_prob(sampled["noise"][0, :, 0]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("term", "needed"),
+    [("{type: entropy}", "entropy"), ("{type: head_cost, of: displacement}", "a learned distribution of the initial")],
+)
+def test_terms_without_a_closed_form_are_refused_with_a_bound(tmp_path, term, needed):
+    head = f"action.head={{type: steered, bound: 1.5, width: 16, layers: 1, base: {FLOW}}}"
+    with pytest.raises(UserError, match=needed):
+        engine.make(tmp_path, head, f"algorithm.terms=[{term}]", base=engine.ROBOTS)
+
+
 def test_the_first_policy_draws_what_its_flow_draws(make, tmp_path):
     """Exactly, given the same noise; and no longer, once it is steered."""
     base = stir(make(SMALL_FLOW))
@@ -182,7 +245,7 @@ class TestSaved:
         policy = make("steered")
         policy.save(tmp_path, policy.module.state_dict())
         assert json.loads((tmp_path / CONFIG).read_text())["head"]["base"]["type"] == "flow"
-        for name, value, before in (("noises", 2, None), ("width", 8, 16), ("layers", 2, 1)):
+        for name, value, before in (("noises", 2, None), ("width", 8, 16), ("layers", 2, 1), ("bound", 1.5, None)):
             with pytest.raises(UserError, match=f"action.head.{name}={value}, but .* was trained with {before}"):
                 make("steered", str(tmp_path), **{name: value})
         with pytest.raises(UserError, match="action.head.base.width=64, but .* was trained with 32"):

@@ -101,28 +101,31 @@ class GaussianHead(NormalHead):
 
 
 class SquashedGaussianHead(GaussianHead):
-    """A Gaussian head whose samples go through tanh, so that actions lie in (-1, 1). The divergence of two policies is
-    that of their Gaussians; the entropy has no closed form."""
+    """A Gaussian head whose samples go through tanh, so that actions lie in (-1, 1), or within another `bound`. The
+    divergence of two policies is that of their Gaussians; the entropy has no closed form."""
+
+    bound = 1.0
 
     def sample_around(self, mean: Tensor, sampling: ActionSampling) -> SampledChunks:
-        """Samples actions, and "before_tanh" [n, chunk, action], the values whose tanh they are."""
+        """Samples actions, and "before_tanh" [n, chunk, action], the values whose tanh they are, times `bound`."""
         sampled = super().sample_around(mean, sampling)
-        return {**sampled, "actions": sampled["actions"].tanh(), "before_tanh": sampled["actions"]}
+        return {**sampled, "actions": self.bound * sampled["actions"].tanh(), "before_tanh": sampled["actions"]}
 
     def score_around(
         self, mean: Tensor, sampled: SampledChunks, valid: Tensor, old: Tensor | None, reference: Tensor | None
     ) -> dict[str, Tensor]:
-        """Returns the fields of `score`, given the `mean` before tanh. The log-density of an action tanh(u) is the
-        log-density of u minus the logarithm of the slope of tanh at u. The entropy has no closed form and is left
-        out."""
+        """Returns the fields of `score`, given the `mean` before tanh. The log-density of an action bound tanh(u) is
+        the log-density of u minus the logarithm of the slope of bound tanh at u. The entropy has no closed form and is
+        left out."""
         before = sampled["before_tanh"]
         fields = super().score_around(mean, {**sampled, "actions": before}, valid, old, reference)
         del fields["entropy"]
-        return {**fields, "logp": fields["logp"] - self._by_level(log_slope_of_tanh(before), valid)}
+        log_slope = log_slope_of_tanh(before) + math.log(self.bound)
+        return {**fields, "logp": fields["logp"] - self._by_level(log_slope, valid)}
 
     def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
         """Returns also "before_tanh", the inverse tanh of the actions; see `EDGE`."""
-        inside = actions.double().clamp(-1 + EDGE, 1 - EDGE)
+        inside = (actions.double() / self.bound).clamp(-1 + EDGE, 1 - EDGE)
         return {**super().encode_demonstrations(actions, seeds), "before_tanh": inside.atanh().to(actions.dtype)}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.heads.flow import FlowHead
-from mmrl.policies.vla.heads.gaussian import GaussianHead
+from mmrl.policies.vla.heads.gaussian import GaussianHead, SquashedGaussianHead
 from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, EncodedPrefix, Head, SampledChunks
 from mmrl.policies.vla.heads.steered_settings import SteeredActions
 from mmrl.policies.vla.settings import Actions
@@ -22,7 +22,8 @@ class SteeredHead(Head):
     of DSRL, arXiv 2506.15799).
 
     Actions are a fixed function of the noise, so ratios and gradients of p(noise) are those of the whole policy. The
-    Gaussian reads the last hidden state of the prefix's last token and the robot's state."""
+    Gaussian reads the last hidden state of the prefix's last token and the robot's state. With `settings.bound` its
+    samples go through tanh, so that the noise is bounded."""
 
     def __init__(
         self, settings: SteeredActions, base: FlowHead, action: Actions, action_dim: int, state_dim: int, width: int
@@ -39,7 +40,10 @@ class SteeredHead(Head):
                 f"action.head.noises={noises}, but a chunk of the flow has {flow_chunk} actions; lower it or remove it"
             )
         self.num_repeated = flow_chunk - noises  # how often the last sampled noise is repeated
-        self.noise = GaussianHead(settings, action.model_copy(update={"chunk": noises}), size, state_dim, width)
+        kind = GaussianHead if settings.bound is None else SquashedGaussianHead
+        self.noise = kind(settings, action.model_copy(update={"chunk": noises}), size, state_dim, width)
+        if isinstance(self.noise, SquashedGaussianHead) and settings.bound is not None:
+            self.noise.bound = settings.bound
 
     @property
     def decisions(self) -> int:
@@ -75,10 +79,12 @@ class SteeredHead(Head):
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
         """Scores the sampled noise; see `Head.score`. Adds the extra "displacement" [n, decisions], which is the same
-        for all decisions of a chunk."""
+        for all decisions of a chunk, unless the noise is bounded: then it has no closed form."""
         mean = self.noise.mean(prefix, state)
-        sampled_noise = {"actions": sampled["noise"], "temperature": sampled["temperature"]}
+        sampled_noise = {**sampled, "actions": sampled["noise"]}
         fields = self.noise.score_around(mean, sampled_noise, self._noise_mask(valid), old, reference)
+        if isinstance(self.noise, SquashedGaussianHead):
+            return fields
         # squared 2-Wasserstein distance of each number from the flow's own standard normal noise
         displacement = mean.square() + (self.noise.clamped_log_std().exp() - 1).square()
         mean_displacement = displacement.mean((1, 2))
