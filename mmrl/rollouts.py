@@ -154,8 +154,9 @@ class Spans:
     """Rewards of parts of a response (process rewards). A reward function may return them instead of a number.
 
     values: (begin, end, value), sorted and without overlap; end is excluded. unit: what begin and end count:
-    "characters" of `Sample.response`, "turns" of the conversation, or "decisions", such as denoising steps. total: the
-    reward of the whole rollout; None: computed from the values by the reward's option `total`.
+    "characters" of `Sample.response`, "turns" of the conversation, "decisions", such as denoising steps, or
+    "policy_steps" of a robot's episode. total: the reward of the whole rollout; None: computed from the values by the
+    reward's option `total`.
     """
 
     values: Sequence[tuple[int, int, float]]

@@ -14,6 +14,7 @@ from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities, Needs
 from mmrl.settings import option
 from mmrl.terms.reward_kl import RewardKL
+from mmrl.terms.step_rewards import StepRewards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -57,6 +58,9 @@ class PPO(RatioAlgorithm):
         None, "clip range of the value around the old value, as in PPO's code; null: no clip", gt=0
     )
     simulator_reward: float = option(0.0, "weight of the simulator's own reward, which is added to task.rewards", ge=0)
+    step_rewards: StepRewards | None = option(
+        None, "rewards of single policy steps of a robot, from a judge of its observations for example; null: none"
+    )
     reward_kl: RewardKL | None = option(
         None, "KL penalty from the reference in the reward of each decision, as in RLHF; null: none"
     )
@@ -95,7 +99,14 @@ class PPO(RatioAlgorithm):
         if self.time_step == "turn":
             offers |= {"turns"}
         needs = super().base_needs | Needs(offers=frozenset(offers), critic=self.critic)
-        return needs if self.reward_kl is None else needs | self.reward_kl.needs
+        for part in (self.reward_kl, self.step_rewards):
+            needs = needs if part is None else needs | part.needs
+        return needs
+
+    def check_rewards(self, names: list[str]) -> None:
+        super().check_rewards(names)
+        if self.step_rewards is not None:
+            self.step_rewards.check_rewards(names)
 
     @property
     def by_step(self) -> bool:
@@ -122,9 +133,10 @@ class PPO(RatioAlgorithm):
     def advantages(self, batch: Batch) -> Tensor:
         """Computes advantages, [rollout, decision], and stores the critic's targets in the rollouts.
 
-        The task's reward is added to the last time step of an episode, the simulator's reward to each one, and the KL
-        penalties of `reward_kl` are subtracted. Advantages are normalized over the time steps of all ranks, unless
-        `standardise` is minibatch. A rollout whose reward is unknown gets 0 and has no targets.
+        The task's reward is added to the last time step of an episode, the simulator's reward and that of
+        `step_rewards` to each one, and the KL penalties of `reward_kl` are subtracted. Advantages are normalized over
+        the time steps of all ranks, unless `standardise` is minibatch. A rollout whose reward is unknown gets 0 and has
+        no targets.
         """
         import torch
 
@@ -137,6 +149,8 @@ class PPO(RatioAlgorithm):
         moment, exists = moments_of(steps)
         last = moment == exists.sum(1, keepdim=True) - 1  # the steps of the last moment, since moments count from 0
         rewards = self.simulator_reward * steps.rewards + total[:, None].where(last & steps.mask, 0.0)
+        if self.step_rewards is not None:
+            rewards = rewards + self.step_rewards.of(batch, steps)
         if self.reward_kl is not None:
             penalties = _sum_by_step(self.reward_kl.costs(batch), steps)
             rewards = rewards - penalties.to(rewards).where(steps.mask, 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.errors import UserError
-from mmrl.protocols.abilities import DecisionTexts
+from mmrl.protocols.abilities import DecisionTexts, Stepwise
 from mmrl.protocols.measurement import CollectedContext, CollectedMeasurement
 from mmrl.protocols.offers import Offer
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 Bounds = tuple[int, int]  # begin and end of a span, in its unit
 
-Unit = Literal["characters", "turns", "decisions"]
+Unit = Literal["characters", "turns", "decisions", "policy_steps"]
 REQUIRED: dict[Unit, frozenset[Offer]] = {
     "characters": frozenset({DecisionTexts}),
     "turns": frozenset({"turns"}),
     "decisions": frozenset(),
+    "policy_steps": frozenset({Stepwise}),
 }
 
 
@@ -72,19 +73,21 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
             scored = rollouts.rewards is not None and bool(rollouts.rewards.isfinite().any())
             if scored:
                 raise UserError(
-                    f"reward {self.reward!r} returned only numbers, but algorithm.shaping names it as a reward of "
-                    "spans; name one that returns Spans, such as process"
+                    f"reward {self.reward!r} returned only numbers, but algorithm names it as a reward of spans; name "
+                    "one that returns Spans, such as process"
                 )
         other_unit = next((rollout_spans.unit for rollout_spans in spans if rollout_spans.unit != self.of), None)
         if other_unit is not None:
             raise UserError(
                 f"reward {self.reward!r} is used with of={self.of}, but "
-                f"returned spans of {other_unit}; set of={other_unit} in algorithm.shaping, which names it"
+                f"returned spans of {other_unit}; set of={other_unit} in algorithm.shaping, or name another reward"
             )
 
     def _shares(self, rollouts: Rollouts, bounds: Sequence[list[Bounds]], context: CollectedContext) -> list[Tensor]:
         """Returns for each rollout which decisions belong to which span, [3, entry]: index of the decision, index of
         the span, and the share of the decision in the span."""
+        import torch
+
         from mmrl.core.turns import unit_shares
         from mmrl.rollouts import Turns
 
@@ -97,19 +100,28 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         if self.of == "decisions":
             numbers = (rollouts.mask.long().cumsum(1) - 1).where(rollouts.mask, -1)
             return [self._decision_shares(*pair) for pair in zip(numbers, bounds, strict=True)]
+        if self.of == "policy_steps":
+            lengths = context.policy.lengths(rollouts)
+            per_step = rollouts.mask.shape[1] // max(1, int(lengths.max()))  # decisions of a policy step
+            number = torch.arange(rollouts.mask.shape[1]) // per_step
+            return [
+                self._decision_shares(number.where(mask, -1), step_bounds, int(length))
+                for mask, step_bounds, length in zip(rollouts.mask.cpu(), bounds, lengths, strict=True)
+            ]
         pieces = context.policy.decision_texts(rollouts)
         return [self._text_shares(*triple) for triple in zip(pieces, rollouts.samples, bounds, strict=True)]
 
-    def _decision_shares(self, number: Tensor, bounds: list[Bounds]) -> Tensor:
-        """Returns the decisions of each span, [3, entry], as `_shares` does. number: [decision], the position of each
-        decision among the masked-in ones, or -1. Raises UserError if a span ends after the last decision."""
+    def _decision_shares(self, number: Tensor, bounds: list[Bounds], length: int | None = None) -> Tensor:
+        """Returns the decisions of each span, [3, entry], as `_shares` does. number: [decision], the unit of each
+        decision: its position among the masked-in ones, or its policy step; -1 for none. length: number of units; None:
+        the largest of `number` and 1. Raises UserError if a span ends after the last unit."""
         from mmrl.core.turns import unit_shares
 
-        num_decisions = int(number.max()) + 1
-        if bounds and bounds[-1][1] > num_decisions:
+        length = int(number.max()) + 1 if length is None else length
+        if bounds and bounds[-1][1] > length:
             raise UserError(
                 f"reward {self.reward!r} returned a span that ends at {bounds[-1][1]}, but the rollout has "
-                f"{num_decisions} decisions; correct the reward"
+                f"{length} {self.of.replace('_', ' ')}; correct the reward"
             )
         return unit_shares(number, bounds)
 
@@ -126,7 +138,7 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         return character_shares(pieces, bounds)
 
     def _texts(self, sample: Sample, bounds: list[Bounds]) -> list[str]:
-        """Returns the text of each span of a response; "" for spans of decisions, whose text is not kept."""
+        """Returns the text of each span of a response; "" for spans of decisions and policy steps."""
         if self.of == "turns" and sample.conversation is not None:
             turns = [turn.response for turn in sample.conversation.turns]
             return ["\n".join(turns[begin:end]) for begin, end in bounds]

@@ -8,6 +8,8 @@ H, S, F, V = (
     f"mmrl/policies/vla/{name}.py" for name in ("heads/steered", "heads/steered_settings", "heads/flow", "policy")
 )
 L = "mmrl/collection/expert_labels.py"
+W, J = "mmrl/terms/step_rewards.py", "tasks/manipulation/judged.py"
+WRITTEN = ("joints/test_step_rewards.py",)
 STEERED, BESIDE = ("policies/vla/test_steered.py",), ("whole_runs/test_robot_demonstrations.py",)
 
 # fmt: off
@@ -24,6 +26,12 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("steered: the bound is not in the density", "mmrl/policies/vla/heads/gaussian.py", " + math.log(self.bound)", "", STEERED),
     ("steered: noise within 1", "mmrl/policies/vla/heads/gaussian.py", 'self.bound * sampled["actions"].tanh()', 'sampled["actions"].tanh()', STEERED),
     ("steered: a bound of bounded noise is ignored", H, "self.noise.bound = settings.bound", "pass", STEERED),
+    ("step rewards: at the first step of a span", W, '"amax")', '"amin", include_self=False)', WRITTEN),
+    ("step rewards: no weight", W, "self.weight * rewards.where", "rewards.where", WRITTEN),
+    ("step rewards: of decisions", W, "decision.long() // per_step", "decision.long()", WRITTEN),
+    ("step rewards: not added", "mmrl/algorithms/ppo.py", "rewards + self.step_rewards.of(batch, steps)", "rewards", WRITTEN),
+    ("step rewards: what falls is paid", J, "(t, t + 1, after - before)", "(t, t + 1, before - after)", WRITTEN),
+    ("step rewards: spans count decisions", "mmrl/measurements/spans.py", "// per_step", "// 1", WRITTEN),
     ("labels: the expert says one action", V, "rows), length=self.action.chunk)", "rows))", BESIDE),
     ("labels: the newest leave first", L, "][-self.keep :]", "][: self.keep]", BESIDE),
     ("labels: none is kept at a checkpoint", L, '{"kept": [pack(prompt) for prompt in self._kept]}', '{"kept": []}', BESIDE),

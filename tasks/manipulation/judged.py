@@ -1,8 +1,9 @@
-"""A reward from a vision-language model that judges whether an episode succeeded."""
+"""Rewards from a vision-language model that judges an episode, or each of its observations, by images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 from weakref import ref
 
@@ -13,7 +14,7 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.rewards.judges.visual import JudgeQuestion, TwoWordJudgeReward
 from mmrl.rewards.types import Score
-from mmrl.rollouts import Episode, Sample
+from mmrl.rollouts import Episode, Sample, Spans
 from mmrl.tasks.manipulation.rewards import episode_of
 
 QUESTION = (
@@ -87,6 +88,51 @@ class SuccessJudge(TwoWordJudgeReward):
         )
 
 
+PROGRESS = 'This image shows a robot at work. Is this done in it: "{prompt}"? Answer with one word, yes or no.'
+
+
+class ProgressJudge(TwoWordJudgeReward):
+    """Reward of each policy step: how much P(yes) / (P(yes) + P(no)) of a vision-language model rises from the
+    observation before the step to the one after it, where the model is asked whether the instruction is fulfilled (a
+    process reward of VLA-RL's kind, arXiv 2505.18719). The reward of the episode is the last probability.
+
+    `algorithm.type=ppo` with `step_rewards` adds these rewards to the simulator's; other algorithms use the shaper
+    `span_returns` with `of: policy_steps`. None if the simulator failed, or if the model gives both answers the
+    probability 0 at some observation. question: its {prompt} is replaced by the instruction. Other options: see
+    `mmrl.rewards.judges.visual.TwoWordJudgeReward`.
+    """
+
+    scope: Literal["sample"] = "sample"
+
+    def __init__(self, *, question: str = PROGRESS, answers: Sequence[str] = ("yes", "no"), **judge: Any):
+        super().__init__(question=question, answers=answers, **judge)
+
+    def score(self, samples: Sequence[Sample]) -> list[Score | Spans]:
+        """Returns the rewards of the policy steps of each episode. Asks the judge once for each observation. Raises
+        UserError if an episode has no images."""
+        episodes = [_episode_with_images(sample) for sample in samples]
+        questions = [
+            JudgeQuestion((Image.fromarray(frame),), self.question.replace("{prompt}", episode.instruction))
+            for episode in episodes
+            for frame in _frames(episode)
+        ]
+        answers = iter(self.judge.ask(questions, self.answers) if questions else [])
+        return [self._of_episode([next(answers) for _ in _frames(episode)]) for episode in episodes]
+
+    def _of_episode(self, answers: Sequence[tuple[float, float]]) -> Score | Spans:
+        """Returns the rewards of an episode from the probabilities of yes and no at its observations."""
+        if not answers or any(yes + no <= 0 for yes, no in answers):
+            return None
+        done = [yes / (yes + no) for yes, no in answers]
+        rises = [(t, t + 1, after - before) for t, (before, after) in enumerate(pairwise(done))]
+        return Spans(rises, total=done[-1], unit="policy_steps")
+
+
+def _frames(episode: Episode) -> Sequence[NDArray[np.uint8]]:
+    """Returns the images of an episode; none if the simulator failed."""
+    return () if episode.lost or episode.frames is None else list(episode.frames)
+
+
 def evenly_spaced(frames: NDArray[np.uint8], max_frames: int) -> NDArray[np.uint8]:
     """Returns at most `max_frames` evenly spaced frames of [frame, ...], among them the last one."""
     # from the last frame backwards, so that one frame is the last one; `unique` sorts the indices
@@ -98,7 +144,7 @@ def _episode_with_images(sample: Sample) -> Episode:
     episode = episode_of(sample)
     if episode.frames is None and not episode.lost:
         raise UserError(
-            f"the episode of prompt {sample.prompt.id!r} has no images, which the judge of success needs; use a "
+            f"the episode of prompt {sample.prompt.id!r} has no images, which its judge needs; use a "
             "simulator that returns images"
         )
     return episode

@@ -19,7 +19,7 @@ from mmrl.sims import Simulator, Transition, VectorSim
 from mmrl.sims import build as build_simulator
 from mmrl.sims.vector.transitions import action_bounds_of, cameras_of
 from mmrl.tasks.manipulation.episodes import FIRST_TRAINING_SEED, EpisodeSource
-from mmrl.tasks.manipulation.judged import SuccessJudge
+from mmrl.tasks.manipulation.judged import ProgressJudge, SuccessJudge
 from mmrl.tasks.manipulation.settings import ManipulationSettings
 
 
@@ -37,7 +37,11 @@ class Manipulation:
         for name, component in zip(rewards.names, rewards.components, strict=True):
             if isinstance(component, GuardedReward) and isinstance(component.reward, SuccessJudge):
                 self._judges[name] = component.reward
-        self.watched = bool(self._judges)  # whether rewards need the images of episodes
+        # whether rewards need the images of episodes
+        self.watched = bool(self._judges) or any(
+            isinstance(component, GuardedReward) and isinstance(component.reward, ProgressJudge)
+            for component in rewards.components
+        )
         self.seed = seed
         first_seed = FIRST_TRAINING_SEED + seed * settings.train_size
         self.train = EpisodeSource(settings.tasks, settings.train_size, first_seed)

@@ -104,9 +104,7 @@ def test_episodes_without_images():
     with scripted(likes_how_it_ended) as server:
         task = watched(server)
         blind = sample(replace(SAMPLES[0].episode, frames=None), "b")
-        with pytest.raises(
-            UserError, match="'judge': the episode of prompt 'b' has no images, which the judge of success needs"
-        ):
+        with pytest.raises(UserError, match="'judge': the episode of prompt 'b' has no images, which its judge needs"):
             task.score([blind])
         measured = task.measures([blind, SAMPLES[1]])
     assert measured["episode/judge_success"].isnan().tolist() == [True, False]

@@ -13,7 +13,7 @@ from mmrl.rewards.types import Score, to_scores
 from mmrl.rollouts import Sample, Spans
 
 Total = Literal["sum", "mean", "min"]
-UNITS = ("characters", "turns", "decisions")
+UNITS = ("characters", "turns", "decisions", "policy_steps")
 
 
 def check_values(values: Any, samples: Sequence[Sample], failures: Failures) -> list[Score | Spans]:
@@ -99,10 +99,10 @@ def _check_bounds(spans: Spans, sample: Sample) -> None:
 
 
 def _length(spans: Spans, sample: Sample) -> float:
-    """Returns the length of the response in the spans' unit; infinity for decisions, whose number only the policy
-    knows."""
+    """Returns the length of the response in the spans' unit; infinity for decisions and policy steps, whose number only
+    the policy knows."""
     if spans.unit == "characters":
         return len(sample.response)
-    if spans.unit == "decisions":
+    if spans.unit in ("decisions", "policy_steps"):
         return math.inf
     return 0 if sample.conversation is None else len(sample.conversation.turns)
