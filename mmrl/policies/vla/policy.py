@@ -209,7 +209,8 @@ class VisionLanguageActionPolicy:
         state = self.robot_state(observation).to(self.device)
         prefix = self.module.encode(self.collate(self.prepare(observation)))
         sampling = ActionSampling(list(seeds), temperature, training=False)
-        return to_robot_units(self.off_policy.act(prefix, state, sampling)["actions"], self.normalizer)
+        actions = self.off_policy.act(prefix, state, sampling)["actions"]
+        return to_robot_units(actions, self.normalizer)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """Raises UserError: observations come from the simulator, so a changed prompt cannot be replayed."""
