@@ -28,6 +28,7 @@ NEUTRAL_KEYS = {
     "engine.micro_tokens",
     "engine.logp_chunk",
     "engine.packing",
+    "engine.reuse_features",
     "engine.max_bad_steps",
     "engine.timeout",
     "rollout.max_idle_steps",

@@ -709,6 +709,7 @@ def test_an_error_while_generating_leaves_activation_checkpointing_on(load, monk
 def test_frozen_parts_run_no_backward(family, load, lora):
     """Also where layers recompute their activations: of a frozen tower nothing asks for a gradient or runs again."""
     policy = load(family, freeze=["vision", "connector"], activation_checkpointing=True, lora=lora)
+    policy.module.reuses_features = False  # replay would use the features that sampling computed
     rollouts, seen = mixed(policy), []
     for name, module in policy.module.named_modules():
         if isinstance(module, torch.nn.Linear) and loading.part_of(name) != "language":

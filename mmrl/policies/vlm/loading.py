@@ -27,6 +27,7 @@ from mmrl.policies.tokenizers import Processor, Tokenizer
 from mmrl.policies.vlm.critic import critic_of
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import chat
+from mmrl.policies.vlm.responses.features import can_reuse
 from mmrl.policies.vlm.responses.packing import pack_images
 from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.policies.vlm.settings import (
@@ -82,8 +83,10 @@ def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Task
         segment=rollout.segment if isinstance(rollout, TokenSampling) else None,
         gathers=not isinstance(config.generator, TransformersGenerator) or config.generator.gather,
     )
+    core = transformers_model(model)
+    policy.module.reuses_features = engine.reuse_features and can_reuse(core) and images_are_frozen(core)
     if isinstance(config.needs.critic, SharedCritic):
-        policy.module.critic = critic_of(transformers_model(model), config.needs.critic, Path(path))
+        policy.module.critic = critic_of(core, config.needs.critic, Path(path))
     if isinstance(task, ConversationTask) and task.environment is not None:
         policy.drafter.converse(task.environment)
     return policy
@@ -244,6 +247,14 @@ def adapt(model: nn.Module, path: str, *, freeze: Sequence[str], lora: LoRA | No
         if part_of(name) in freeze:
             parameter.requires_grad_(False)
     return model
+
+
+def images_are_frozen(model: nn.Module) -> bool:
+    """Returns whether features of images never change: neither the vision tower nor the connector is trained, and no
+    LoRA is in them, which the reference policy would switch off."""
+    names = [name for name, _ in model.named_parameters() if part_of(name) != "language"]
+    parameters = dict(model.named_parameters())
+    return bool(names) and not any(parameters[name].requires_grad or ".lora_" in name for name in names)
 
 
 def recompute_activations(model: nn.Module) -> None:

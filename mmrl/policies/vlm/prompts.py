@@ -21,6 +21,7 @@ from mmrl.rollouts import Message, Prompt, Video
 # Outputs of a processor with one value per token. They are listed by name, because their shape may be ambiguous: a
 # [1, 3] grid of an image could be three tokens.
 PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
+PIXELS, VIDEO_PIXELS = "pixel_values", "pixel_values_videos"  # the inputs of images and videos in all families
 RESPONSE = "\u2402response\u2403"  # stands for a response in a chat template; no template contains it
 
 
@@ -228,12 +229,18 @@ def between(processor: Processor, messages: Sequence[Message], observation: Sequ
 
 
 def collate(
-    rows: Sequence[RolloutTokens], *, pad: int, padding_side: str, device: torch.device | str = "cpu"
+    rows: Sequence[RolloutTokens],
+    *,
+    pad: int,
+    padding_side: str,
+    device: torch.device | str = "cpu",
+    pixels: bool = True,
 ) -> dict[str, Tensor]:
     """Collates rows of prompt and response into one batch of model inputs.
 
     pad: the id of the padding token. Inputs per token become [row, length], padded to the longest row on
     `padding_side`; inputs per image are concatenated in the order of the rows, with trailing dimensions zero-padded.
+    pixels: False leaves out `pixel_values`.
     """
     ids = [torch.cat([r.prompt, r.response]) for r in rows]
     padded = {
@@ -246,7 +253,8 @@ def collate(
         key: nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill, padding_side=padding_side)
         for key, (values, fill) in padded.items()
     }
-    for key in {k: None for r in rows for k in (*r.images, *r.observed_images)}:
+    image_keys = {k: None for r in rows for k in (*r.images, *r.observed_images) if pixels or k != PIXELS}
+    for key in image_keys:
         batch[key] = cat_padded([part[key] for r in rows for part in (r.images, r.observed_images) if key in part])
     return {key: value.to(device) for key, value in batch.items()}
 

@@ -4,7 +4,7 @@ logits of a full batch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from mmrl.generation.sampling import Sampling, shape_logits
 from mmrl.generation.transformers import Prefix
 from mmrl.kernels import hidden_logprob, token_logprob
 from mmrl.policies.vlm.critic import TokenCritic
+from mmrl.policies.vlm.responses.features import ImageFeatures, ImageInputs
 from mmrl.policies.vlm.responses.packing import packed_rows
 
 
@@ -99,6 +100,8 @@ class TokenScorer(nn.Module):
         self.sampling = sampling
         self.chunk = chunk
         self.critic: TokenCritic | None = None  # to be set before the engine wraps this module
+        self.features = ImageFeatures()
+        self.reuses_features = False  # whether features are kept, since the vision tower is frozen
         self.can_pack = False  # whether the decoder can skip padding, because `pack_rows` added its hooks
         self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
         layer, truncated = transformers_model(model).get_output_embeddings(), sampling.top_k > 0 or sampling.top_p < 1
@@ -119,6 +122,7 @@ class TokenScorer(nn.Module):
         num_likeliest: int = 0,
         *,
         packs: bool = False,
+        images: Sequence[ImageInputs] | None = None,
     ) -> tuple[Tensor, ...]:
         """Returns logp, entropy and sum of squared probabilities, then the critic's value of the tokens before each
         decision if there is a critic, then the logp of `alternatives` if given. All are fp32, [decision], the last one
@@ -130,14 +134,18 @@ class TokenScorer(nn.Module):
         computed if the output layer and the log-softmax cannot run as one fused kernel; under ZeRO-3 it must be equal
         on all ranks; None: as many as this rank needs. temperature: one number, or [decision]. alternatives: ids of
         further tokens, [decision, k], or [k] for all decisions. num_likeliest: if above 0, only the ids of so many
-        likeliest tokens are returned, [decision, rank]. packs: whether the decoder skips padding.
+        likeliest tokens are returned, [decision, rank]. packs: whether the decoder skips padding. images: the images of
+        the rows, if `inputs` has no pixels; their features are computed once and kept.
         """
         core = transformers_model(self.model)
+        model_inputs: dict[str, Any] = {**inputs}
+        if images is not None:
+            model_inputs |= self.features.inputs(core, images)
         if continuations is None:
             with packed_rows(inputs["attention_mask"]) if packs else nullcontext():
-                states = core.base_model(**inputs, use_cache=False).last_hidden_state
+                states = core.base_model(**model_inputs, use_cache=False).last_hidden_state
         else:
-            states = self._continued(core, inputs, continuations)
+            states = self._continued(core, model_inputs, continuations)
         hidden = states[row, column]
         if num_likeliest:
             likeliest = self._likeliest(core.get_output_embeddings(), hidden, targets, temperature, num_likeliest)
@@ -190,9 +198,7 @@ class TokenScorer(nn.Module):
         parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
-    def _continued(
-        self, core: PreTrainedModel, inputs: dict[str, Tensor], continuations: PrefixContinuations
-    ) -> Tensor:
+    def _continued(self, core: PreTrainedModel, inputs: dict[str, Any], continuations: PrefixContinuations) -> Tensor:
         """Returns hidden states [response, 1 + token, hidden] of the last token of the prompt and of the response
         tokens. inputs: the model inputs of the prompts."""
         prefix = Prefix(core, inputs).select(continuations.prompt)

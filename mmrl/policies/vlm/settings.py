@@ -104,6 +104,13 @@ class TokenEngine(UnevenEngine):
         "and InternVL; equal to rounding",
     )
 
+    reuse_features: bool = option(
+        True,
+        "the features of an image are computed once and kept while its rollouts exist, where vision tower and "
+        "connector are frozen (model.freeze, or a LoRA of language layers); in the families of engine.packing, except "
+        "under ZeRO 3 and in prompts with videos; needs transformers 5.19; equal to rounding",
+    )
+
     def max_rows(self, rows: int, length: int) -> int:
         """Returns how many of `rows` rollouts of `length` tokens fit into one micro-batch."""
         return rows if self.micro_tokens is None else min(rows, max(1, self.micro_tokens // length))

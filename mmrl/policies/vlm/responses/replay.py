@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmrl.policies.models import Scorer
 from mmrl.policies.vlm.prompts import RolloutTokens
+from mmrl.policies.vlm.responses.features import ImageInputs
 from mmrl.policies.vlm.responses.runner import ModelRunner, distinct_prompts
 from mmrl.policies.vlm.routing import collate_routes
 from mmrl.policies.vlm.scorer import PrefixContinuations
@@ -26,6 +27,7 @@ class Layout(NamedTuple):
     inputs: dict[str, Tensor]
     continuations: PrefixContinuations | None
     column: Tensor  # [decision] int64; with continuations, 0 is the last token of the prompt
+    images: list[ImageInputs] | None  # images whose kept features replace pixels; None: the inputs hold pixels
 
 
 class ResponseReplay:
@@ -44,12 +46,23 @@ class ResponseReplay:
             rows = [replace(tokens, experts=None) for tokens in rows]
         row, decision, targets, temperature = self._decisions(rows)
         routes = None if routing is None else collate_routes(runner.with_dummy(rows), padding_side, runner.device)
-        inputs, continuations, column = self._layout(rows, row, decision, routes is not None, padding_side)
+        inputs, continuations, column, images = self._layout(rows, row, decision, routes is not None, padding_side)
         packs = continuations is None and routing is None and runner.should_pack(lengths_of(rows))
         alternatives = self._others(rollouts, row, decision)
         with nullcontext() if routing is None else routing.replayed(routes):
             chunks = self._chunks(len(targets))
-            scored = model(inputs, continuations, row, column, targets, chunks, temperature, alternatives, packs=packs)
+            scored = model(
+                inputs,
+                continuations,
+                row,
+                column,
+                targets,
+                chunks,
+                temperature,
+                alternatives,
+                packs=packs,
+                images=images,
+            )
         runner.flops.replayed(rows, None if continuations is None else distinct_prompts(rows)[0])
         blank = torch.zeros(rollouts.mask.shape, device=runner.device)
         index, columns = (row, decision), list(scored)
@@ -87,8 +100,8 @@ class ResponseReplay:
         """Returns the likeliest token ids of each decision; see `VisionLanguagePolicy.top_k`."""
         rows: list[RolloutTokens] = rollouts.inputs
         row, decision, targets, temperature = self._decisions(rows)
-        inputs, continuations, column = self._layout(rows, row, decision, False, "right")
-        (ids,) = model(inputs, continuations, row, column, targets, None, temperature, None, count)
+        inputs, continuations, column, images = self._layout(rows, row, decision, False, "right")
+        (ids,) = model(inputs, continuations, row, column, targets, None, temperature, None, count, images=images)
         blank = torch.zeros((*rollouts.mask.shape, count), dtype=torch.int64, device=self.runner.device)
         return blank.index_put((row, decision), ids).cpu()
 
@@ -115,14 +128,17 @@ class ResponseReplay:
         prompts, prompt_index = distinct_prompts(rows)
         shared = len(prompts) < len(rows) and not any(tokens.observed_images for tokens in rows)
         if not routed and shared and runner.shares_prompts(training=True):
-            inputs = runner.collate(prompts, padding_side=padding_side)
+            images = runner.reusable_images(prompts)
+            inputs = runner.collate(prompts, padding_side=padding_side, pixels=images is None)
             # position 0 is the last token of the prompt, so decision i is predicted at position i
-            return Layout(inputs, self._continuations(rows, prompt_index), decision)
-        inputs = runner.collate(runner.with_dummy(rows), padding_side=padding_side)
+            return Layout(inputs, self._continuations(rows, prompt_index), decision, images)
+        images = runner.reusable_images(rows)
+        inputs = runner.collate(runner.with_dummy(rows), padding_side=padding_side, pixels=images is None)
         length = inputs["input_ids"].shape[1]
         response_start = [length - len(t.response) if padding_side == "left" else len(t.prompt) for t in rows]
         # A token is predicted at the position before it
-        return Layout(inputs, None, torch.tensor(response_start, device=runner.device)[row] + decision - 1)
+        column = torch.tensor(response_start, device=runner.device)[row] + decision - 1
+        return Layout(inputs, None, column, images)
 
     def _continuations(self, rows: list[RolloutTokens], prompt_index: list[int]) -> PrefixContinuations:
         """Returns responses as continuations of shared prompts. prompt_index: [row], the index of each row's prompt."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from PIL import Image
@@ -15,7 +16,8 @@ from transformers.cache_utils import DynamicLayer
 from mmrl.generation.decoding import PACKED
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.transformers import generate, generate_groups
-from mmrl.policies.vlm.prompts import RolloutTokens, collate
+from mmrl.policies.vlm.prompts import VIDEO_PIXELS, RolloutTokens, collate
+from mmrl.policies.vlm.responses.features import ImageInputs, images_in
 from mmrl.policies.vlm.responses.flops import ResponseFlops
 from mmrl.policies.vlm.responses.packing import pack_rows, worthwhile
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
@@ -137,9 +139,13 @@ class ModelRunner:
             # Images can only be computed in the prefill, so it includes the responses so far
             prompts, prompt_index = distinct, list(range(len(distinct)))
             prefixes = [row.response[:0] for row in distinct]
+        images = self.reusable_images(prompts)
+        inputs: dict[str, Any] = self.collate(prompts, padding_side="left", pixels=images is None)
+        if images is not None:
+            inputs |= self.module.features.inputs(self.core, images)
         return generate_groups(
             self.core,
-            self.collate(prompts, padding_side="left"),
+            inputs,
             prompts=torch.tensor(prompt_index),
             prefixes=prefixes,
             rows=torch.tensor(row_index),
@@ -167,9 +173,19 @@ class ModelRunner:
         # strict=False: the dummy row, which comes last, has no limit
         return [response[:limit] for response, limit in zip(responses, limits, strict=False)]
 
-    def collate(self, rows: Sequence[RolloutTokens], *, padding_side: str) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[RolloutTokens], *, padding_side: str, pixels: bool = True) -> dict[str, Tensor]:
         """Returns the rows as one batch of model inputs on the device of the model; see `prompts.collate`."""
-        return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device)
+        return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device, pixels=pixels)
+
+    def reusable_images(self, rows: Sequence[RolloutTokens]) -> list[ImageInputs] | None:
+        """Returns the images of `rows` if the model takes their kept features in place of pixels; else None: if the
+        vision tower is trained, if there are no images, if there are videos, and under ZeRO-3, where all ranks must run
+        the tower equally often."""
+        if not self.module.reuses_features or self.lockstep is not None:
+            return None
+        if any(VIDEO_PIXELS in part for row in rows for part in (row.images, row.observed_images)):
+            return None
+        return images_in(rows) or None
 
     def with_dummy(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
         """Returns `rows`; under ZeRO-3 a batch without images gets a further, dummy row with an image. Without it this
