@@ -110,8 +110,8 @@ class RatioAlgorithm(RewardedAlgorithm):
         return micro.advantages.to(like.device)
 
     def _log_ratio(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes log-ratios to the old policy, averaged over the unit `level`, and statistics, [rollout,
-        decision]."""
+        """Computes log-ratios, averaged over the unit `level`, and statistics of those to the old policy, [rollout,
+        decision]. The log-ratios are to the old policy, or to the surrogate's own anchor."""
         from mmrl.core.ratios import aggregate_log_ratio, regulate_log_ratio
         from mmrl.rollouts import SEGMENTS, log_ratio
 
@@ -126,6 +126,9 @@ class RatioAlgorithm(RewardedAlgorithm):
             stats["surrogate/old_kl"] = log_ratios.detach().exp() - 1 - log_ratios.detach()
         if replay.divergence is not None:
             stats["surrogate/divergence"] = replay.divergence.detach()
+        anchor = self.surrogate.log_anchor(micro, replay)
+        if anchor is not None:
+            log_ratios = log_ratios - aggregate_log_ratio(anchor, mask, level=self.level, segments=SEGMENTS.get(replay))
         return log_ratios, stats
 
 

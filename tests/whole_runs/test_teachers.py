@@ -144,6 +144,62 @@ def test_as_a_term_it_adds_to_what_rewards_teach(student, teacher):
     close(sums[0], sums[1] + 2 * sums[2], atol=1e-4)
 
 
+@pytest.mark.parametrize("level", ["decision", "sequence"])
+def test_a_ratio_to_the_teacher_weighs_what_the_teacher_prefers(student, teacher, level):
+    """algorithm.surrogate=teacher_ratio (RLAD): before the first update r = (pi / pi_T)^share, of a decision or as the
+    mean of a rollout; a decision whose ratio is beyond its bound has no gradient."""
+    chosen = f"{{type: teacher_ratio, teacher: {{path: {teacher}}}, share: 0.25, low: 0.1, high: 0.15}}"
+    probe, parts = prepared(student, f"{{type: grpo, level: {level}, surrogate: {chosen}}}")
+    micro, policy = parts[0][0], probe.policy
+    likely = policy.teachers.policy(str(teacher))
+    with torch.no_grad():
+        gaps = 0.25 * (policy.replay(micro, policy.module).logp - likely.replay(micro, likely.module).logp)
+    gaps = gaps.where(micro.mask, 0)
+    if level == "sequence":
+        gaps = (gaps.sum(1, keepdim=True) / micro.mask.sum(1, keepdim=True)).expand_as(gaps)
+    ratio, signed = gaps.exp(), torch.tensor([2.0, -1.0, 0.5][: len(micro)])[:, None].expand_as(gaps)
+    micro.advantages = signed.clone()
+    clipped = ratio.clamp(0.9, 1.15)
+    values = torch.maximum(-ratio * signed, -clipped * signed)
+    cut = (torch.where(signed > 0, ratio > 1.15, ratio < 0.9) & micro.mask).sum()
+    assert 0 < cut < micro.mask.sum() and ratio[micro.mask].std() > 0.05
+    shares = micro.mask / micro.mask.sum()
+    if level == "sequence":
+        shares = micro.mask / micro.mask.sum(1, keepdim=True) / len(micro)
+    losses, statistics = probe.losses(micro, probe.algorithm.denominators(micro))
+    close(sum(losses.values()).detach(), (values * shares).sum(), atol=1e-5)
+    close(statistics["surrogate/ratio_gap"][micro.mask], torch.zeros(int(micro.mask.sum())))  # to the old policy
+    moves = torch.where(signed > 0, ratio <= 1.15, ratio >= 0.9) & micro.mask
+    logp = policy.replay(micro, policy.module).logp
+    if level == "sequence":
+        logp = (logp.where(micro.mask, 0).sum(1, keepdim=True) / micro.mask.sum(1, keepdim=True)).expand_as(logp)
+    right = slope(-(ratio * signed * shares * moves * logp).sum(), policy)
+    assert right.norm() > 0.01
+    close(gradient(probe, micro), right, atol=1e-4 * float(right.norm()))
+
+
+def test_a_teacher_with_no_share_leaves_the_ratio_as_it_is(student, teacher):
+    chosen = f"{{type: teacher_ratio, teacher: {{path: {teacher}}}, share: 0.0}}"
+    probe, parts = prepared(student, f"{{type: grpo, surrogate: {chosen}}}")
+    plain, same = prepared(student, "{type: grpo, surrogate: clip}")
+    close(gradient(probe, parts[0][0]), gradient(plain, same[0][0]), atol=1e-6)
+
+
+def test_prompts_without_a_teacher_have_the_ratio_of_ppo(student, teacher):
+    tagged = f"{{by_tag: {{sum: {{path: {teacher}}}}}, tag: kind}}"
+    probe, parts = prepared(
+        student, f"{{type: grpo, surrogate: {{type: teacher_ratio, teacher: {tagged}, share: 1.0}}}}"
+    )
+    taught = 0
+    for micro in parts[0]:
+        sums = torch.tensor([sample.prompt.metadata["kind"] == "sum" for sample in micro.samples])
+        _, statistics = probe.losses(micro, probe.algorithm.denominators(micro))
+        anchors = statistics["surrogate/anchor"]
+        assert not anchors[~sums][micro.mask[~sums]].any()
+        taught += int((anchors[sums][micro.mask[sums]] != 0).sum())
+    assert taught > 4
+
+
 def test_teachers_by_tag_teach_their_own_prompts(student, teacher):
     """Only questions about a sum have a teacher; the others have no divergence and no gradient."""
     tagged = f"{{by_tag: {{sum: {{path: {teacher}}}}}, tag: kind}}"

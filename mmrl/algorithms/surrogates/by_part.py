@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Replay, Rollouts
 
-OTHER_SURROGATES = {name: path for name, path in Surrogate.kinds.items() if name != "by_part"}
+# teacher_ratio changes the ratio of all decisions, so it cannot be that of one part
+OTHER_SURROGATES = {name: path for name, path in Surrogate.kinds.items() if name not in ("by_part", "teacher_ratio")}
 
 
 class ByPart(Surrogate):

@@ -53,6 +53,7 @@ class Surrogate(Choice):
         "by_part": "mmrl.algorithms.surrogates.by_part:ByPart",
         "guided": "mmrl.algorithms.surrogates.guided:Guided",
         "self_normalised": "mmrl.algorithms.surrogates.self_normalised:SelfNormalised",
+        "teacher_ratio": "mmrl.algorithms.surrogates.teacher_ratio:TeacherRatio",
     }
     test: ClassVar[str] = "tests/core/test_surrogates.py"
     one_weight: ClassVar[bool] = False
@@ -71,6 +72,11 @@ class Surrogate(Choice):
     def prepare(self, batch: Batch) -> None:
         """Prepares a step once advantages and masks are set. It may store columns in `batch.rollouts.extras` under
         `key`."""
+
+    def log_anchor(self, micro: Rollouts, replay: Replay) -> Tensor | None:
+        """Computes log(anchor / pi_old) for a surrogate whose ratio is relative to another distribution than the old
+        policy, without gradient, [rollout, decision]; None: its ratio is pi / pi_old."""
+        return None
 
     @abstractmethod
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:

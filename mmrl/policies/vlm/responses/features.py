@@ -54,12 +54,12 @@ class ImageFeatures:
         if missing:
             for part, features in zip(missing, compute_features(core, missing), strict=True):
                 self._kept[part[PIXELS]] = features
-        kept: list[Features] = [self._kept[part[PIXELS]] for part in images]
-        values: dict[str, Any] = {"pooler_output": join([features.pooled for features in kept])}
-        if kept[0].deeper:
-            layers = zip(*(features.deeper for features in kept), strict=True)
+        reused: list[Features] = [self._kept[part[PIXELS]] for part in images]
+        values: dict[str, Any] = {"pooler_output": join([features.pooled for features in reused])}
+        if reused[0].deeper:
+            layers = zip(*(features.deeper for features in reused), strict=True)
             values["deepstack_features"] = [join(layer) for layer in layers]
-        return {INPUT: {"image": kept[0].kind(**values)}}
+        return {INPUT: {"image": reused[0].kind(**values)}}
 
 
 @torch.no_grad()
