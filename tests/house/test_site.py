@@ -1,21 +1,34 @@
-"""The site: pages become Python-Markdown, every page has a place in its navigation, and it builds without a warning."""
+"""The site: pages become Python-Markdown, every page has a place in its navigation, it builds without a warning, and
+its pages can be read in a browser on a phone and on a desk, light and dark."""
 
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
 
 from mmrl.version import VERSION
 from tests.helpers.pages import PAGES, ROOT
+from tests.report.browser import browser, needs_chromium, opened
 
 sys.path.insert(0, str(ROOT / "scripts/pages"))
 import collect  # noqa: E402
 
 MKDOCS = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+OPENED = (  # films and wide tables, a long table with code, keys, methods, images
+    "index.html",
+    "configs/coming_from.html",
+    "scripts/bench/turns.html",
+    "reference/keys/rollout.html",
+    "reference/methods/loss_term.html",
+    "tasks/visual_qa/index.html",
+)
 
 
 def test_a_list_after_text_gets_a_blank_line_and_nested_items_four_blanks():
@@ -79,9 +92,14 @@ def sources(tmp_path_factory):
     return folder
 
 
-def test_it_builds_without_a_warning(sources):
-    built = subprocess.run(MKDOCS, cwd=sources, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr[-2000:]
+@pytest.fixture(scope="module")
+def built(sources):
+    done = subprocess.run(MKDOCS, cwd=sources, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return sources
+
+
+def test_it_builds_without_a_warning(sources, built):
     kl = (sources / "build/html/reference/methods/loss_term.html").read_text()
     assert 'id="kl"' in kl and "The KL divergence from another policy" in kl
     linked = re.findall(r"^- \[.+?\]\((\S+)\)", (sources / "build/site/llms.txt").read_text(), flags=re.M)
@@ -91,6 +109,38 @@ def test_it_builds_without_a_warning(sources):
     assert '<div class="keys">\n<table>' in keys  # what the style of a phone needs
     count = keys.count("<tr>\n<td>")
     assert count > 50 and f"{count} keys" in (sources / "build/html/reference/keys/index.html").read_text()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(built):
+    """Of the site's server; the search of the site does not work in files that are opened without one."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=built / "build/html"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_pages_can_be_read(address, width, scheme):
+    """Nothing scrolls sideways but tables and code, no text is faint, no image is missing, and no other host is asked.
+    The parts that are hidden at first, such as the navigation of a phone, count too."""
+    wrong = {}
+    with browser() as chromium:
+        for page in OPENED:
+            with opened(chromium, f"{address}/{page}", width=width, scheme=scheme) as seen:
+                seen.page.wait_for_timeout(300)  # colours fade in
+                found = (seen.overflow, seen.faint_text, seen.broken_images, seen.requests, seen.complaints)
+                if found != (0, [], [], [], []):
+                    wrong[page] = found
+    assert wrong == {}
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def write_run(
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG if config is None else config))
-    (folder / "versions.json").write_text(json.dumps({"torch": "2.13.0", "commit": "abc"}))
+    (folder / "versions.json").write_text(json.dumps({"torch": "2.13.0", "commit": "d11f3dda" * 5}))
     held_out = evaluations((0, 0.2), (40, 0.6)) if held_out is None else held_out
     lines = sorted([*rows, *held_out], key=lambda row: row["step"])
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -67,6 +67,17 @@ def test_it_draws_and_asks_the_network_for_nothing(chromium, page, width, scheme
             assert np.abs(scale * np.array(wanted) + start - [point[number] for point in drawn[0]]).max() < 0.02
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_can_be_read_on_a_phone(chromium, page, scheme):
+    """With all that is folded: no line is cut off, the long name of a commit neither, and no text is faint."""
+    with opened(chromium, page, width=400, scheme=scheme) as seen:
+        seen.open_details()
+        assert seen.overflow == 0 and seen.faint_text == [] and seen.broken_images == []
+        assert seen.page.locator("td", has_text="d11f3dda" * 5).count() == 3
+        assert seen.requests == [] and seen.complaints == []
+    assert page.stat().st_size < 2e6
+
+
 @pytest.mark.parametrize(("width", "columns"), [(1440, 3), (1100, 2), (420, 1)])
 def test_no_row_of_figures_has_a_hole(chromium, page, width, columns):
     """Widths of the figures of a row, and the gaps of 9 pixels between them, are the width of the page."""
@@ -239,6 +250,18 @@ def test_a_page_that_asks_for_something_is_noticed(chromium, tmp_path):
     with opened(chromium, bad) as seen:
         seen.page.wait_for_timeout(200)
         assert seen.requests == ["http://example.com/x.png"] and "error: no" in seen.complaints and seen.overflow > 1000
+
+
+def test_faint_text_is_noticed(chromium, tmp_path):
+    """#767676 on white has 4.54 to 1, #777777 has 4.48; large text may have 3, and opacity and layers count."""
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<body style='background:#fff;color:#000'><p style='color:#767676'>enough<p style='color:#777777'>grey"
+        "<p style='color:#777777;font-size:24px'>large<p style='opacity:.5'>half"
+        "<div style='background:rgba(0,0,0,.5)'><p style='color:#fff'>over</div><p style='display:none;color:#fff'>no"
+    )
+    with opened(chromium, page) as seen:
+        assert seen.faint_text == ["grey: 4.48", "half: 3.98", "over: 3.98"]
 
 
 def test_a_report_of_an_empty_folder_opens(chromium, tmp_path):

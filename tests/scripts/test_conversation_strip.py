@@ -7,19 +7,19 @@ from PIL import Image
 
 from mmrl.report.conversations import ROLE
 from scripts.readme import conversations
-from scripts.readme.conversations import FRAME, GAP, PICTURE, RIGHT, SMALL, TEXT, WRONG
+from scripts.readme.conversations import FRAME, GAP, LARGE, RIGHT, SMALL, TEXT, WRONG
 
 
-def picture(colour, side=64):
+def embedded(colour, side=64):
     buffer = io.BytesIO()
     Image.new("RGB", (side, side), colour).save(buffer, "PNG")
     return f'<img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
 
 
 def row(colour, said, accuracy, crop=""):
-    talk = f"<div>{ROLE.format('user')} {picture(colour, 32)}<pre>Q</pre></div>"
+    talk = f"<div>{ROLE.format('user')} {embedded(colour, 32)}<pre>Q</pre></div>"
     talk += "".join(f"<div>{ROLE.format('response')} <pre>{one}</pre></div>{crop}" for one in said)
-    cells = {"images": picture(colour), "prompt": "<pre>Which &lt;one&gt;?</pre>", "answer": "3", "response": talk}
+    cells = {"images": embedded(colour), "prompt": "<pre>Which &lt;one&gt;?</pre>", "answer": "3", "response": talk}
     cells["accuracy"] = accuracy
     return "<tr>" + "".join(f'<td data-name="{name}">{value}</td>' for name, value in cells.items()) + "</tr>"
 
@@ -35,13 +35,13 @@ def near(pixel, colour):
 def test_a_conversation_is_read_with_its_box_and_last_answer():
     zoomed, direct, broken = conversations.read_conversations(
         page(
-            row("blue", ["zoom(1, 2,3,4)", "7"], "1", picture("lime", 24)),
+            row("blue", ["zoom(1, 2,3,4)", "7"], "1", embedded("lime", 24)),
             row("red", ["5"], "0"),
             row("white", ["zoom(1,2)", "zoom(0,0,1,1)", "2"], "0"),
         )
     )
     assert zoomed.box == (1.0, 2.0, 3.0, 4.0) and zoomed.answer == "7" and zoomed.right
-    assert zoomed.question == "Which <one>?" and zoomed.picture.size == (64, 64)
+    assert zoomed.question == "Which <one>?" and zoomed.image.size == (64, 64)
     assert [image.getpixel((1, 1)) for image in zoomed.seen[:2]] == [(0, 0, 255), (0, 255, 0)]
     assert (direct.box, direct.answer, direct.right) == (None, "5", False) and len(direct.seen) == 1
     assert broken.box is None and broken.answer == "2"
@@ -51,14 +51,14 @@ def test_a_conversation_is_read_with_its_box_and_last_answer():
 def test_the_strip_has_a_band_before_and_one_after(tmp_path):
     """The box 1, 2, 3, 4 of 0 to 4 begins a quarter from the left, half from the top."""
     (tmp_path / "samples").mkdir()
-    before, after = page(row("blue", ["5"], "0")), page(row("blue", ["zoom(1,2,3,4)", "3"], "1", picture("lime", 24)))
+    before, after = page(row("blue", ["5"], "0")), page(row("blue", ["zoom(1,2,3,4)", "3"], "1", embedded("lime", 24)))
     for step, text in ((0, before), (40, page()), (60, after)):
         (tmp_path / "samples" / f"evaluation-{step:06}.html").write_text(text)
     conversations.main(tmp_path / "strip.png", tmp_path, 1, 4.0)
     with Image.open(tmp_path / "strip.png") as file:
         sheet = file.convert("RGB")
-    band, left = PICTURE + TEXT + 22, PICTURE + GAP
-    corner, middle = (PICTURE // 4 + 1, PICTURE // 2 + 40), (left + SMALL // 2, 16 + SMALL // 2)
+    band, left = LARGE + TEXT + 22, LARGE + GAP
+    corner, middle = (LARGE // 4 + 1, LARGE // 2 + 40), (left + SMALL // 2, 16 + SMALL // 2)
     answer = (left + 3, 2 * (SMALL + 26) + 30)
     for top, frame, crop, colour in ((22, (0, 0, 255), "white", WRONG), (22 + band, FRAME, (0, 255, 0), RIGHT)):
         crop = (255, 255, 255) if crop == "white" else crop

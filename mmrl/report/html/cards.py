@@ -14,12 +14,14 @@ MARKS = {"finished": GOOD, "failed": BAD, "killed": WARNING, "stopped": WARNING}
 
 @dataclass(frozen=True)
 class Card:
-    """A number with its label and a note. mark: the class of its color: "good", "warning", "bad" or ""."""
+    """A number with its label and a note. mark: the class of its color: "good", "warning", "bad" or "". command:
+    whether the value is a command, which is written as code."""
 
     label: str
     value: str
     note: str = ""
     mark: str = ""
+    command: bool = False
 
 
 def cards(run: RunRecord, findings: Sequence[HealthFinding]) -> list[Card]:
@@ -85,7 +87,7 @@ def health(findings: Sequence[HealthFinding]) -> Card | None:
 def next_command(run: RunRecord) -> Card | None:
     """Returns the command to run next: evaluate a finished run, continue an interrupted one."""
     if run.ending.state == "finished":
-        return Card("next", f"mmrl eval {run.folder}")
+        return Card("next", f"mmrl eval {run.folder}", command=True)
     if run.ending.state in ("stopped", "killed", "failed"):
         return Card("next", "the same command", "continues from the last checkpoint")
     return None
