@@ -87,6 +87,19 @@ def test_the_first_message_makes_it_and_the_others_are_answered(echo):
     assert echo.up and echo.starts == 1
 
 
+def test_a_service_is_closed_once_nobody_listens():
+    closed = threading.Event()
+
+    class Closing(Echo):
+        def close(self):
+            closed.set()
+
+    child = answering(lambda channel: serve(channel, Closing, lambda: None))
+    assert child.ask(encode(1), 10)["first"] == 1 and not closed.is_set()
+    child.stop()
+    assert closed.wait(10)
+
+
 def test_what_both_have_is_not_sent_again(echo):
     echo.ask(encode(0), 20)
     asked = [np.arange(3), np.arange(2)]

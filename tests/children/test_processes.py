@@ -3,13 +3,14 @@
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from mmrl.children import limits
+from mmrl.children import forked, limits
 from mmrl.children.processes import PARENT, end_with_starter, stopped_by
 
 ASLEEP = """
@@ -83,3 +84,13 @@ def test_time_that_a_process_has_used_before_it_is_limited_does_not_count(monkey
     monkeypatch.setattr(limits.Limits, "_limit_processes", lambda self: None)
     limits.Limits(cpu_s=5.0).apply()
     assert found[resource.RLIMIT_CPU] == 45
+
+
+def test_a_worker_may_have_as_many_processes_as_its_limit_and_no_more(monkeypatch):
+    control, trainer = socket.socketpair()
+    workers, ended = {1, 2}, {}
+    monkeypatch.setattr(forked, "tasks_below", {1: 2, 2: 3}.get)
+    monkeypatch.setattr(forked, "_end", lambda pid, workers: trainer.close())
+    with control:
+        assert forked._next_order(control, workers, ended, limits.Limits(processes=2)) is None
+    assert ended == {2: "it has 3 processes and threads, more than limits.processes=2"}

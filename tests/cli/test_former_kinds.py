@@ -26,6 +26,7 @@ TERMS = [
     ("{type: old_kl, direction: reverse, normalised: false}", "{type: kl, against: {type: old, direction: reverse}}"),
     ("{type: old_kl, normalised: true}", "{type: kl, against: {type: old}, estimator: k1}"),
     ("ema_kl", "{type: kl, coefficient: 0.1, against: {type: ema}}"),
+    ("{type: ema_kl, coefficient: 0}", "{type: kl, coefficient: 0, against: {type: ema}}"),
     (
         "{type: ema_kl, decay: 0.5, coefficient: 0.3, estimator: exact}",
         "{type: kl, coefficient: 0.3, estimator: exact, against: {type: ema, decay: 0.5}}",
@@ -63,6 +64,10 @@ ALGORITHMS = [
     (
         "{type: decoupled_ppo, gamma: 0.9, length_scale: 2, lam: 0.5, value_lam: 0.7, epochs: 2}",
         "{type: ppo, gamma: 0.9, lam: {type: by_length, scale: 2}, value_lam: 0.7, epochs: 2}",
+    ),
+    (
+        "{type: decoupled_ppo, value_lam: 0}",
+        "{type: ppo, gamma: 1.0, value_lam: 0, lam: {type: by_length, scale: 0.05}}",
     ),
     ("{type: decoupled_ppo, length_scale: null, lam: 0.5}", "{type: ppo, gamma: 1, value_lam: 1, lam: 0.5}"),
     ("{type: decoupled_ppo, length_scale: null}", "{type: ppo, gamma: 1.0, value_lam: 1.0}"),

@@ -130,6 +130,20 @@ def test_files_of_saved_states_stay_as_long_as_these(tmp_path):
     assert states(stored) == [40, 41, 42]
 
 
+def test_files_of_the_checkpoint_before_stay_while_the_newest_is_written(tmp_path):
+    """One checkpoint is kept. The state of the second is already known, but its files may still get lost."""
+    source = StoredSteps(steps=2, keep=3)
+    source.start(SourceContext(None, None, None, 0, (0, 1), int, tmp_path, checkpoints=1))
+    source._ring.add([episode(0, 3)], [1.0])
+    first = source.rank_state()
+    for begin in (10, 20):
+        source._ring.add([episode(begin, 3)], [1.0])
+    source.rank_state()
+    source._ring.add([episode(30, 3)], [1.0])
+    source.load_rank(first)
+    assert states(source._ring) == [0, 1, 2]
+
+
 def test_a_file_that_a_checkpoint_needs_is_named(tmp_path):
     stored = ring(tmp_path)
     stored.add([episode(0, 2)], [1.0])

@@ -1,6 +1,7 @@
 """A run goes on with another number of ranks, and under another ZeRO stage."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,8 +57,10 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.critic, self.norm, self.body = nn.Linear(5, 3), nn.LayerNorm(5), nn.Linear(3, 5)
+        self.register_buffer("passes", torch.zeros(1))
 
     def forward(self, x):
+        self.passes += 1
         return self.critic(self.norm(self.body(x)).tanh())
 
 
@@ -65,7 +68,8 @@ def trained(folder, stage, first, last, before=None, dtype=torch.float32):
     """An engine under a stage whose steps are `first` to `last`, from the checkpoint that another one left there.
     before: its ZeRO stage, and its ranks."""
     settings, kind = EngineSettings(zero_stage=stage), str(dtype).removeprefix("torch.")
-    engine = Engine(Net().to(dtype), OPTIM, settings, total_steps=8, dtype=kind)
+    net = Net().to(dtype)
+    engine = Engine(net, OPTIM, settings, total_steps=8, dtype=kind)
     if before is not None:
         engine.load(folder / str(first), *before)
     assert engine.updates == first
@@ -74,13 +78,14 @@ def trained(folder, stage, first, last, before=None, dtype=torch.float32):
         share = x[engine.rank :: engine.world].to(dtype)
         engine.backward((engine(share) - share.sin()).float().square().sum() / 8)
         engine.step()
+    assert net.passes == last  # buffers go on too
     engine.save(folder / str(last), torch.save)
     return engine
 
 
 def weights(engine):
     """After the last step, of an engine that is not needed any more."""
-    found = {name: value.float() for name, value in engine.state().items()}
+    found = {name: value.float() for name, value in engine.state().items() if name != "passes"}
     engine.release()
     return found
 
@@ -154,6 +159,12 @@ def test_slices_that_are_padded_are_read_without_their_padding():
         pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4]),
     ]
     assert float(states[0]["step"]) == 4
+
+
+def test_files_are_those_of_the_ranks_in_their_names():
+    names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
+    assert sorted(map(Path, sorted(names)), key=reshape.rank_of) == list(map(Path, names))  # 10 comes after 9
+    assert reshape.rank_of(Path("mp_rank_00_model_states.pt")) == 0
 
 
 def test_bfloat16_weights_under_stage_0_go_on_from_their_fp32_copies():

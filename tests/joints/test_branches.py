@@ -222,6 +222,15 @@ def test_a_group_without_points_gets_whole_responses(given):
     close(rollouts.advantages[:, 0], [0.5, -0.5, -0.5, 0.5])
 
 
+def test_whole_responses_of_a_later_round_have_seeds_of_their_own(given):
+    table = Table([[-1.0], [-1.0], [-2.0]], group=[0, 0, 1], rewards=[1.0, 0.0, 0.0], entropy=[[1.0]] * 3)
+    made = given(table, *ONE, BRANCHES % ", rounds: 2")
+    made.trainer.policy.continues = {(0, 0): [2]}
+    assert made.next().inputs == [0, 1, 2, 2]
+    seeds = [call.seeds for call in made.trainer.policy.calls if call.what == "continued"]
+    assert [len(numbers) for numbers in seeds] == [1, 1] and seeds[0] != seeds[1]
+
+
 def test_each_group_has_its_own_tree(given):
     logp = [[-1.0] * 2] * 8
     entropy = [[1.0, 2.0], [1.0, 1.0], [1.0, 1.0], [1.0, 2.0], *[[1.0, 1.0]] * 4]

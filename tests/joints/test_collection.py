@@ -172,10 +172,13 @@ def test_likelihoods_that_rollouts_bring_are_the_old_ones(given):
 
 def test_demonstrations_go_on_where_the_step_before_ended(given):
     made = given(with_demonstrations(), *EXTRAS)
-    asked, answered = [], []
+    asked, answered, numbers = [], [], []
     for step in range(4):
-        answered += [int(sample.prompt.id) for sample in made.next(step).samples[:4:2]]
+        rollouts = made.next(step)
+        answered += [int(sample.prompt.id) for sample in rollouts.samples[:4:2]]
         asked += made.trainer.policy.calls[-1].seeds
+        numbers += rollouts.group[4:].tolist()
+    assert numbers == [-1, -2, -3, -4, -5, -6, -7, -8]  # their numbers in the run, which are also their seeds
     assert sorted(asked) == sorted(answered) == list(range(8))  # each prompt once an epoch
     assert asked != answered  # in an order of its own
 

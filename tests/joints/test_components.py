@@ -21,6 +21,11 @@ def test_constrained(given):
     # Rewards 0, 2 around 1 and costs 4, 0 around 2: (-1 - 0.5 x 2) / 1.5 and (1 + 0.5 x 2) / 1.5.
     _, found = prepared(given, [[0.0, 4.0], [2.0, 0.0]], "{type: constrained, prices: {cost: 0.5}}")
     close(found, [-2 / 1.5, 2 / 1.5])
+    # Two costs: 1, 3 around 2 as well. (-1 - 0.5 x 2 + 1) / 2.5, and the same the other way round.
+    three = ["task.names=[right, cost, risk]", "task.weights=[1, 0, 0]"]
+    prices = "{type: constrained, prices: {cost: 0.5, risk: 1}}"
+    _, found = prepared(given, [[0.0, 4.0, 1.0], [2.0, 0.0, 3.0]], prices, *three)
+    close(found, [-0.4, 0.4])
 
 
 def test_the_price_rises_while_the_cost_is_above_its_budget(given):

@@ -30,7 +30,7 @@ def test_the_demonstration_joins_its_prompts_group(given):
     made, rollouts = learned(given)
     assert rollouts.origin.tolist() == [0, 0, 0, 0, 1, 1]
     assert rollouts.group.tolist() == [0, 0, 1, 1, 0, 1]
-    assert rollouts.rewards[:, 0].tolist() == [0, 0, 1, 0, 1, 1]
+    assert rollouts.rewards[:, 0].tolist() == rollouts.accuracy.tolist() == [0, 0, 1, 0, 1, 1]
     close(rollouts.advantages[:, 0], [-1 / 3, -1 / 3, 1 / 3, -2 / 3, 2 / 3, 1 / 3])
     # The demonstration of the prompt that the group answers
     assert made.trainer.policy.calls[-1].what == "demonstrate"
@@ -185,13 +185,15 @@ def test_the_beginning_may_be_learned_from_too(given):
 
 
 def test_shares_of_the_demonstration_are_drawn(given):
-    kept = set()
+    pairs = []
     for seed in range(12):
         made = prefixed(given, ", low: 0.25, high: 0.75", f"seed={seed}")
         rollouts = made.next()
-        kept |= {int(row.nonzero()[0]) if row.any() else 7 for row in rollouts.mask[4:]}
+        pairs.append([int(row.nonzero()[0]) if row.any() else 7 for row in rollouts.mask[4:]])
         made.close()
+    kept = {length for pair in pairs for length in pair}
     assert min(kept) == 2 and 4 <= max(kept) < 8 and len(kept) > 2  # of eight decisions
+    assert any(one != other for one, other in pairs)  # each response of a group has a share of its own
 
 
 def test_no_prefix_where_none_is_needed(given):

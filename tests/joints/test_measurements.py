@@ -287,21 +287,23 @@ def test_a_teacher_under_a_view_sees_a_prompt_that_is_changed_once(count):
 
 
 def test_an_unknown_outcome_has_no_share_in_the_mean_loss():
-    """Logits of 1 and 2 for a right and a wrong response; that of 3 is unknown, so the mean is over two."""
-    rollouts = Rollouts([Sample(Prompt("1", "?"))] * 3, [0, 1, 2], torch.zeros(3).long(), torch.ones(3, 1).bool())
-    rollouts.accuracy, rollouts.ref_logp = torch.tensor([1.0, 0.0, math.nan]), torch.zeros(3, 1)
-    logits, losses = torch.tensor([[1.0], [2.0], [3.0]]), []
+    """Logits of 1 and 2 for a right and a wrong response; that of 3 is unknown and that of 4 is masked, so the mean is
+    over two."""
+    mask = torch.tensor([[True], [True], [True], [False]])
+    rollouts = Rollouts([Sample(Prompt("1", "?"))] * 4, [0, 1, 2, 3], torch.zeros(4).long(), mask)
+    rollouts.accuracy, rollouts.ref_logp = torch.tensor([1.0, 0.0, math.nan, 1.0]), torch.zeros(4, 1)
+    logits, losses = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), []
     policy = SimpleNamespace(replay=lambda micro, module: Replay(logits[micro.inputs]))
     module = SimpleNamespace(module=None, descend=lambda given, total: losses.extend(given))
     context = SimpleNamespace(
         policy=policy,
         modules=SimpleNamespace(get=lambda name, make, lr: module),
-        micro_batches=[torch.tensor([0, 2]), torch.tensor([1])],
+        micro_batches=[torch.tensor([0, 2]), torch.tensor([3, 1])],
         sum=lambda count: count,
     )
     scores = ImplicitRewards("accuracy", 1.0, 0.01, "after").measure(rollouts, context).values
     close(torch.stack(losses), [math.log1p(math.exp(-1)) / 2, math.log1p(math.exp(2)) / 2])
-    close(scores, logits)
+    close(scores, logits.where(mask, 0))
 
 
 def test_each_observation_has_noise_of_its_own_however_few_are_encoded_at_once():

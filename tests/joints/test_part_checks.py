@@ -55,7 +55,7 @@ class Wide(GroupedAlgorithm):
 
 class Infinite(Shaper):
     def shape(self, advantages, batch):
-        return advantages / 0
+        return advantages.index_fill(1, torch.tensor([2]), math.inf)
 
 
 class Whole(Shaper):
@@ -100,6 +100,11 @@ class AloneTerm(Term):
         return replay.logp
 
 
+class ThreeTerm(Term):
+    def values(self, micro, replay):
+        return replay.logp, {}, {}
+
+
 class AloneSurrogate(Surrogate):
     def values(self, log_ratio, advantages, micro, replay):
         return [log_ratio * advantages, {}]
@@ -122,6 +127,7 @@ class Both(GroupedAlgorithm):
         ("algorithm.type={}:Alone", "algorithm.type={}:Alone gave Tensor; expected values and a mapping of statistics"),
         ("algorithm.type={}:Both", "algorithm.type={}:Both gave Tensor; expected values and a mapping of statistics"),
         ("algorithm.terms=['{}:AloneTerm']", r"algorithm.terms.0 \({}:AloneTerm\) gave Tensor; expected values and"),
+        ("algorithm.terms=['{}:ThreeTerm']", r"algorithm.terms.0 \({}:ThreeTerm\) gave tuple; expected values and"),
         ("algorithm.surrogate={}:AloneSurrogate", "algorithm.surrogate={}:AloneSurrogate gave list; expected values"),
         ("algorithm.type={}:Constant", "algorithm.type={}:Constant gave a loss without a gradient"),
         ("algorithm.type={}:ByPrompt", r"the statistic own gave values of shape \[4\]; expected \[4, 3\]"),
@@ -129,7 +135,7 @@ class Both(GroupedAlgorithm):
         ("algorithm.surrogate={}:Sum", r"algorithm.surrogate={}:Sum gave values of shape \[4\]; expected \[4, 3\]"),
         (
             "algorithm.shaping=['{}:Infinite']",
-            r"algorithm.shaping.0 \({}:Infinite\) gave 12 values that are NaN or infinite",
+            r"algorithm.shaping.0 \({}:Infinite\) gave 4 values that are NaN or infinite",
         ),
         ("algorithm.shaping=['{}:Whole']", r"algorithm.shaping.0 \({}:Whole\) gave values of type int64"),
         (

@@ -80,6 +80,19 @@ def test_a_decision_pays_for_its_divergence_in_the_reward(given):
     close(made.metrics.result()["reward_kl"], 0.8 / 3)
 
 
+def test_a_step_pays_the_penalties_of_all_its_decisions(given):
+    # Two decisions a step, of 0.4 - 0.2, -0.3 - 0.1 and 0.6 + 0.4: the sums, and so all else, are those above.
+    table = Table([[-1.0] * 4, [-1.0] * 2], group=[0, 1], rewards=[1.0, 0.0], value=[[0.2, 0.4], [0.1]])
+    by_step = Table([[-1.0, -1.0], [-1.0]])
+    made = given(table, "rollout={prompts: 2}", f"{PPO}, reward_kl: {{coefficient: 0.5}}, standardise: minibatch}}")
+    made.move(logp=[[0.4, -0.2, -0.3, -0.1], [0.6, 0.4]])
+    rollouts = table.rollouts()
+    rollouts.extras["steps"] = steps(by_step, values=VALUES, terminated=[[0.0, 1.0], [1.0]])
+    made.prepare(rollouts)
+    close(rollouts.advantages.where(rollouts.mask, 0), [[0.1, 0.1, 0.8, 0.8], [-0.6, -0.6, 0, 0]])
+    close(rollouts.extras["steps"].returns, [[0.3, 1.2], [-0.5, 0.0]])
+
+
 def test_the_simulators_own_reward(given):
     # 0.1 x 1 and 0.1 x 2 more: A_0 = 0.1 + 0.15, A of episode 1 = 0.2 - 0.1.
     _, rollouts = critic(given, ", simulator_reward: 0.1", rewards=((1.0, 0.0), (2.0,)))
@@ -233,6 +246,7 @@ LAMBDAS = [
     ("gamma: 1, value_lam: 1, lam: by_length", [0.2, 0.6, -0.1], [1.0, 1.0, 0.0]),  # scale 0.05: below 0 is 0
     ("gamma: 1, value_lam: 1, lam: 0.25", [0.35, 0.6, -0.1], [1.0, 1.0, 0.0]),
     ("gamma: 1, value_lam: 0.5, lam: {type: by_length, scale: 1}", [0.5, 0.6, -0.1], [0.7, 1.0, 0.0]),
+    ("gamma: 1, value_lam: 0, lam: {type: by_length, scale: 1}", [0.5, 0.6, -0.1], [0.4, 1.0, 0.0]),  # the next value
     ("gamma: 1, lam: {type: by_length, scale: 2}", [0.65, 0.6, -0.1], [0.85, 1.0, 0.0]),  # targets by the same lambdas
     # delta_0 = 0; 0.5 x 0.5 x 0.6
     ("gamma: 0.5, value_lam: 1, lam: {type: by_length, scale: 1}", [0.15, 0.6, -0.1], [0.5, 1.0, 0.0]),

@@ -13,7 +13,11 @@ from scipy.stats import rankdata
 from mmrl.core.values import QEnsemble, ValueNetwork, expectile_error, td_target
 from mmrl.errors import UserError
 from mmrl.measurements.q_values import ESTIMATES, in_parts
+from mmrl.protocols.batch import Batch
 from mmrl.protocols.trajectory import EpisodeTail, RewardsToGo
+from mmrl.rollouts import Column, Prompt, Rollouts, Sample
+from mmrl.terms.losses.advantage_weighted import StepReturns
+from mmrl.terms.losses.q_weighted import QNetworks, report_agreement
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close
 from tests.whole_runs.parts import ROBOTS, call, distance, final, make, metrics, release, timeless, train
@@ -282,6 +286,24 @@ def test_the_rank_correlation_with_what_was_earned(tmp_path):
     expected = np.corrcoef(*ranks)[0, 1]
     assert batch.reports["q/rank_correlation"] == pytest.approx(expected, abs=1e-6)
     release(trainer)
+
+
+def test_proposals_have_no_part_in_the_rank_correlation():
+    """Q of 1, 2 and 3 where steps earned 1, 3 and 2: 1/2. Nobody knows what two proposals at the last step would."""
+
+    def sample(earned, **metadata):
+        rewards = RewardsToGo(np.array([0.0], np.float32), np.array([0]), earned)
+        return Sample(Prompt("step", "go", metadata={"tail": SimpleNamespace(rewards=rewards), **metadata}))
+
+    samples = [sample(1.0), sample(3.0), sample(2.0), *[sample(2.0, proposal=np.zeros((2, 1)))] * 2]
+    rollouts = Rollouts(samples, [0] * 5, torch.arange(5), torch.ones(5, 1).bool())
+    returns = StepReturns()
+    measured = QNetworks().measurement(returns)
+    columns = torch.tensor([[1.0, 2.0, 3.0, 9.0, 0.0], [0.0] * 5, [4.0, 2.0, 0.0, math.nan, math.nan]]).T
+    rollouts.extras[measured.name] = Column(columns)
+    batch = Batch(rollouts, ["mark"], [1.0])
+    report_agreement(batch, measured, returns)
+    assert batch.reports == pytest.approx({"q/td_error": 2.0, "q/rank_correlation": 0.5})
 
 
 def test_stored_steps_beside_ppo(tmp_path):

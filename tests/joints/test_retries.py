@@ -42,6 +42,9 @@ def test_no_more_than_a_group_may_get(given):
     assert rollouts.inputs[4:] == [4, 5]
     _, rollouts = asked(given, [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], EXTRA % ", most: 1")
     assert rollouts.inputs[4:] == [4]
+    # where both prompts fail, each gets its own
+    _, rollouts = asked(given, [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]], EXTRA % ", most: 1")
+    assert rollouts.inputs[4:] == [4, 7] and rollouts.group[4:].tolist() == [0, 1]
 
 
 def test_the_bound_of_what_is_right(given):

@@ -61,6 +61,15 @@ def test_rewards_are_weighted(given):
     close(rollouts.advantages[0], [-0.5, -0.5, 1.0, 1.0, -1.5])
 
 
+def test_a_continuation_that_could_not_be_scored_leaves_the_others(given):
+    """Row 4 has no score: worth 0.75 after two decisions, as before, and 0.5 after four, by row 3 alone."""
+    made = made_of(given)
+    made.table.rewards[4] = torch.nan
+    rollouts = made.next()
+    made.prepare(rollouts)
+    close(rollouts.advantages[0], [0.25, 0.25, -0.25, -0.25, 0.5])
+
+
 def test_what_joined_a_group_keeps_its_advantage(given):
     made = made_of(given, "rollout.extras=[{type: guided_groups}]", "algorithm.scale=none")
     rollouts = made.next()

@@ -100,7 +100,12 @@ def test_entropy_redistribution_standardised(given):
     found = shaped(given, doubtful(), REDISTRIBUTED + ", standardise: true}")
     one = [(r - 1.1) / 0.05 for r in right]
     two = [(w + 1.1) / statistics.stdev(wrong) for w in wrong]
-    close(found, [[one[0], one[1]], [one[2], 0], two[:2], two[2:]], atol=2e-3)
+    expected = [[one[0], one[1]], [one[2], 0], two[:2], two[2:]]
+    close(found, expected, atol=2e-3)
+    # what could not be scored is neither right nor wrong
+    logp, entropy = [[-1.0, -1.0], [-1.0], *[[-1.0, -1.0]] * 3], [[0.3, 9.0], [0.1], [0.2, 0.4], [0.4, 0.01], [0.3] * 2]
+    table = Table(logp, rewards=[1.0, 1.0, 0.0, 0.0, math.nan], entropy=entropy)
+    close(shaped(given, table, REDISTRIBUTED + ", standardise: true}"), [*expected, [0, 0]], atol=2e-3)
 
 
 # --- factors and bonuses by entropy ---

@@ -154,6 +154,22 @@ def test_all_that_was_heard_since_the_draw_is_heard_again_as_it_was(given):
     assert again == heard
 
 
+def test_what_was_heard_before_the_last_draw_is_not_heard_again(given):
+    """Batches 1 and 2 are drawn together, and then 3 and 4, whose draw knows of what was heard until then."""
+    options = ["rollout.sampler=skip_flat", "steps=6"]
+    made, heard, again = two_ahead(given, *options), [], []
+    for step in range(3):
+        made.next(step)
+    sampler(made).__dict__["observe"] = heard.extend
+    made.next(3)
+    made.trainer.collector.pause_prefetch()
+    assert len(made.trainer.collector.pending) == 1 and len(heard) == 2
+    other = two_ahead(given, *options)
+    sampler(other).__dict__["observe"] = again.extend
+    other.trainer.collector.load(*made.trainer.collector.state())
+    assert again == heard
+
+
 # --- rescues ---
 
 EXTRA = "rollout.extras=[{type: extra_rollouts, count: 2, most: 1}]"
@@ -178,6 +194,14 @@ def test_a_group_that_is_not_rescued_is_replaced(given):
     made = given(rounds([0.0, 0.0, 0.0, 0.0, 1.0, 0.0]), *ONE, EXTRA, DYNAMIC)
     rollouts = made.next()
     assert rollouts.inputs == [4, 5] and rollouts.group.tolist() == [1, 1]
+    close(made.metrics.result()["dynamic_sampling/kept"], 0.5)
+
+
+def test_the_share_of_groups_that_are_kept_is_that_of_fresh_rollouts(given):
+    """Both prompts fail; row 5 rescues the first. A share of a half, though three of the five rollouts are kept."""
+    rewards = [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    made = given(rounds(rewards), "rollout.prompts=2", EXTRA, "rollout.dynamic_sampling={max_rounds: 1}")
+    assert made.next().inputs == [0, 1, 2, 3, 5]
     close(made.metrics.result()["dynamic_sampling/kept"], 0.5)
 
 

@@ -176,11 +176,12 @@ def test_statistics_are_means_over_the_decisions_that_count(parts):
 
 
 def test_chance_is_of_the_rank_and_the_seed_alone(parts):
-    def draw(seed):
-        return [f.tolist() for f in together(lambda b: torch.rand(4, generator=b.generator()), *parts, seed=seed)]
+    def draw(seed, name=""):
+        return [f.tolist() for f in together(lambda b: torch.rand(4, generator=b.generator(name)), *parts, seed=seed)]
 
     first, again, other = draw(3), draw(3), draw(4)
     assert first == again and first[0] != first[1] and first[0] != other[0] and other[0] != first[1]
+    assert draw(3, "band") == draw(3, "band") != draw(3, "perturbation")  # each part that names itself has its own
 
 
 def test_reports_are_kept_together(parts):

@@ -136,6 +136,8 @@ def test_likelihoods_that_come_along_are_those_of_the_weights_that_drew(tmp_path
         later = policy.replay(made, policy.module).logp
     assert made.group.tolist() == [0, 0, 1, 1] and [one.prompt for one in made.samples[1:3]] == prompts
     assert (made.behaviour_logp - now).abs().max() < 1e-6 < (made.behaviour_logp - later).abs().min()
+    images.sync_weights()
+    assert [path.name for path in images.exchange.path.glob("weights-*")] == ["weights-2"]  # the others are removed
     release(trainer)
 
 
@@ -312,6 +314,16 @@ def test_gpus_of_workers_are_no_rank_s(monkeypatch):
         devices_of(two, 5)
     with pytest.raises(UserError, match=r"rollout.workers.first_device=1 is a GPU that a rank trains on"):
         devices_of(RolloutWorkers(first_device=1), 8)
+
+
+def test_each_worker_of_all_ranks_has_a_log_of_its_own(tmp_path, monkeypatch):
+    logs = []
+    monkeypatch.setattr(pool, "launched", lambda settings, files: logs.extend(files) or [None] * len(files))
+    config = load(IMAGES, [f"run_dir={tmp_path}", "rollout.workers.count=2"])
+    for rank in range(2):
+        ranks = SimpleNamespace(rank=rank, gather=lambda value: [value] * 2)
+        WorkerPool(config, config.generator, None, ranks, builder="tests:nothing")
+    assert [log.name for log in logs] == [f"worker-{number}.log" for number in range(4)]
 
 
 def test_a_trainer_has_one_environment_where_workers_play(tmp_path):
