@@ -449,4 +449,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "return advantages / (1 + sum(prices.values()))",
      "return advantages / (1 + max(prices.values()))",
      ("joints/test_components.py::test_constrained",)),
+    ("strangers: teachers: rows beyond the vocabulary are likely", "mmrl/policies/vlm/responses/teachers.py",
+     "if number < rows} | unused_rows)",
+     "if number < rows})",
+     ("joints/test_measurements.py::test_a_teacher_gives_no_probability_to_what_the_student_cannot_sample",)),
 ]

@@ -13,12 +13,15 @@ from PIL import Image
 from mmrl.build import check_abilities
 from mmrl.cli.methods import DECISIONS, features_by_decision
 from mmrl.errors import UserError
+from mmrl.generation.sampling import Sampling
 from mmrl.measurements.action_values import ActionValues
 from mmrl.measurements.chains import Completions
 from mmrl.measurements.implicit import ImplicitRewards
 from mmrl.measurements.noise_values import NoiseQValues
 from mmrl.measurements.q_values import QLearner, QValues, Transitions
 from mmrl.measurements.teachers import PathTeacher, ReferenceTeacher, TaggedTeachers
+from mmrl.policies.vlm.responses.teachers import suppress
+from mmrl.policies.vlm.scorer import TokenScorer
 from mmrl.prompts.counterfactual_views import Mirrored
 from mmrl.prompts.views import View
 from mmrl.protocols.abilities import AdvantageLabelling, Completing
@@ -284,6 +287,16 @@ def test_a_teacher_under_a_view_sees_a_prompt_that_is_changed_once(count):
     tokens = [5, 6] if count else [0, 1, 2]
     assert listed.values.tolist() == [[tokens]] * 2
     close(listed.logp, [[[-(token + 1.0) * 5 for token in tokens]]] * 2)
+
+
+def test_a_teacher_gives_no_probability_to_what_the_student_cannot_sample():
+    """Of six tokens the student suppresses one; the teacher's output matrix is padded to eight rows."""
+    model = torch.nn.Module()
+    head = torch.nn.Linear(2, 8, bias=False)
+    vars(model).update(get_base_model=lambda: model, get_output_embeddings=lambda: head)
+    scorer = TokenScorer(model, Sampling(), chunk=4)
+    suppress(scorer, SimpleNamespace(tokenizer=range(6), suppressed=(1, 9)))
+    assert scorer.suppressed.tolist() == list(scorer.sampling.suppressed) == [1, 6, 7]
 
 
 def test_an_unknown_outcome_has_no_share_in_the_mean_loss():
