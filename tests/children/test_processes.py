@@ -94,3 +94,11 @@ def test_a_worker_may_have_as_many_processes_as_its_limit_and_no_more(monkeypatc
     with control:
         assert forked._next_order(control, workers, ended, limits.Limits(processes=2)) is None
     assert ended == {2: "it has 3 processes and threads, more than limits.processes=2"}
+
+
+def test_ending_one_worker_spares_the_others(monkeypatch):
+    ended, workers = [], {1, 2, 3}
+    monkeypatch.setattr(forked, "end_group", ended.append)
+    monkeypatch.setattr(forked, "end_descendants", lambda keep=(): ended.append(set(keep)))
+    forked._end(2, workers)
+    assert ended == [2, {1, 3}] and workers == {1, 3}
