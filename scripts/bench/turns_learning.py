@@ -32,6 +32,7 @@ from scripts.bench import recipes  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ("turns", "replay", "ppo", "papo")
+STILL_LIFE_BASES = ("visual_qa_zoom_still_life_warm_start", "visual_qa_zoom_still_life_first_warm_start")
 GAMES_BASES = ("visual_games_warm_start", "visual_games_second_warm_start", "visual_games_first_warm_start")
 # Of each recipe its rows: the configuration, the one of its warm start, and what that starts from, to the first.
 RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -44,8 +45,8 @@ RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
         **{f"{row}_control": (f"visual_qa_zoom_{row}_control", "visual_qa_zoom_warm_start") for row in METHODS},
     },
     "still_life": {
-        "zoom": ("visual_qa_zoom_still_life", "visual_qa_zoom_still_life_warm_start"),
-        "control": ("visual_qa_zoom_still_life_control", "visual_qa_zoom_still_life_warm_start"),
+        "zoom": ("visual_qa_zoom_still_life", *STILL_LIFE_BASES),
+        "control": ("visual_qa_zoom_still_life_control", *STILL_LIFE_BASES),
     },
     "games": {
         "cards": ("visual_games", *GAMES_BASES),
