@@ -35,6 +35,7 @@ from scripts.bench import (
     manipulation,
     methods,
     recipes,
+    robot_methods,
     turns,
     turns_learning,
     visual_qa,
@@ -225,6 +226,50 @@ def test_every_recipe_for_robots_is_composed(composed, table, tmp_path):
     assert told == ["shuffled"] * 15
     flow_base = composed.configs[str(tmp_path / "flow-0")].model.path
     assert flow_base == str(tmp_path / "base-flow-0" / "final")
+
+
+def test_ways_to_improve_a_robot_policy_start_from_one_base(composed, table, tmp_path, monkeypatch):
+    monkeypatch.setattr(robot_methods, "STARTS", 200)  # as many as `finish` writes
+    rows = table(robot_methods, "--seeds", 2, "--runs", tmp_path)
+    arms = ["ppo", "steered", "ogpo", "rlpd", "recap", "control"]
+    assert [row[:2] for row in rows] == [[arm, seed] for seed in "01" for arm in arms]
+    assert {row[3] for row in rows} == {"0.75"}
+    runs = {run.removeprefix(f"{tmp_path}/push/"): config for run, config in composed.configs.items()}
+    base = str(tmp_path / "push" / "gaussian_base_1" / "final")
+    assert {runs[f"{arm}_1"].model.path for arm in ("ppo", "ogpo", "rlpd", "control")} == {base}
+    assert runs["recap_1/played_0"].model.path == runs["recap_1/learned_1"].model.path == base
+    assert runs["recap_1/played_1"].model.path.endswith("recap_1/learned_0/final")
+    assert runs["recap_1/learned_1"].task.demonstrations.runs == [
+        str(tmp_path / "push" / "recap_1" / f"played_{i}") for i in (0, 1)
+    ]
+    assert runs["steered_1"].model.path.endswith("flow_base_1/final")
+    assert runs["control_1"].task.rewards[0].name == "random" and runs["control_1"].algorithm.simulator_reward == 0
+    assert {runs[f"{arm}_1"].seed for arm in arms if arm != "recap"} == {1}
+    assert (runs["recap_1/played_0"].seed, runs["recap_1/played_1"].seed) == (1, 1001)
+    composed.configs = {}
+    assert table(robot_methods, "--seeds", 2, "--runs", tmp_path) == rows and composed.configs == {}
+
+
+def test_environment_steps_are_counted_by_hand(tmp_path):
+    """A base, and three steps of 48 episodes with a mean length of 10, 20 and 30 actions."""
+    for name, lines in {
+        "gaussian_base_0": [{"loss": 1.0, "time/step": 99.0}, {"evaluation/n": 100, "evaluation/accuracy": 0.25}],
+        "ppo_0": [
+            {"loss": 1.0, "time/step": 60.0, "episode/length": 10.0},
+            {"loss": 1.0, "time/step": 60.0, "episode/length": 20.0},
+            {"evaluation/n": 100, "evaluation/accuracy": 0.5},
+            {"loss": 1.0, "time/step": 60.0, "episode/length": 30.0},
+            {"evaluation/n": 100, "evaluation/accuracy": 0.4},
+        ],
+    }.items():
+        (tmp_path / name / "final").mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    points, minutes = robot_methods.curve(tmp_path / "ppo_0", "ppo")
+    assert (points, minutes) == ([(0, 0.25), (1440, 0.5), (2880, 0.4)], "3.0")
+    assert robot_methods.cells(points, 0.4) == ["0: 0.25, 1,440: 0.50, 2,880: 0.40", "0.40", "1,440"]
+    assert robot_methods.cells(points, 0.6)[2] == "not reached"
+    assert robot_methods.curve(tmp_path / "rlpd_0", "rlpd") == ([], "")
+    assert robot_methods.cells([], 0.4) == ["missing", "", ""]
 
 
 def test_gains_by_task_are_of_as_many_episodes_each():
