@@ -167,8 +167,8 @@ def cells(points: list[tuple[int, float]], goal: float | None) -> list[str]:
 
 
 def curve(folder: Path, arm: str) -> tuple[list[tuple[int, float]], str]:
-    """Returns environment steps and held-out success at every evaluation, and the minutes of wall-clock time that training took; no points
-    where the run is not complete."""
+    """Returns environment steps and held-out success at every evaluation, and the minutes of wall-clock time that
+    training took; no points where the run is not complete."""
     episodes = {"rlpd": FEW_EPISODES, "recap": ROUND_EPISODES}.get(arm, EPISODES)
     name, seed = folder.name.rsplit("_", 1)
     parts = [folder.with_name(f"{'flow' if name == 'steered' else 'gaussian'}_base_{seed}"), folder]
