@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.errors import UserError
+from mmrl.measurements.responses import bind_step
 from mmrl.prompts.views import View
 from mmrl.protocols.measurement import PreparedContext, PreparedMeasurement, Weights
 from mmrl.protocols.offers import Offer
@@ -129,7 +130,7 @@ class PathTeacher(Teacher, WeightsOrigin):
     def _with_view(self, rollouts: Rollouts, context: PreparedContext) -> Rollouts:
         """Returns the rollouts with the prompts that the teacher gets."""
         view = self.view
-        return rollouts if view is None else context.policy.view(rollouts, view.changed)
+        return rollouts if view is None else context.policy.view(rollouts, bind_step(view, context.step))
 
     def _replayed(
         self, rollouts: Rollouts, context: PreparedContext, column: Callable[[Replay], Tensor], viewed: bool = False
@@ -261,7 +262,7 @@ class ViewTeacher(OwnTeacher):
         return self.weights
 
     def changed(self, rollouts: Rollouts, context: PreparedContext) -> Rollouts:
-        changed: Rollouts = context.policy.view(rollouts, self.view.changed)
+        changed: Rollouts = context.policy.view(rollouts, bind_step(self.view, context.step))
         return changed
 
 

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from transformers import AutoModelForImageTextToText
 from mmrl import job
 from mmrl.config import load
 from mmrl.errors import UserError
+from mmrl.measurements.teachers import PathTeacher, ViewTeacher
 from mmrl.policies.vlm.tiny_qwen import Sizes, train_tokenizer, write
-from mmrl.prompts.views import NoText
+from mmrl.prompts.views import MaskedPatches, NoText
 from mmrl.tasks.visual_qa.tiny import model as tiny_model
 from mmrl.training.metrics import Metrics
 from mmrl.training.preparation import Preparation
@@ -240,6 +242,23 @@ def test_each_of_several_teachers_has_its_own_prompts(student, teacher, tmp_path
                     values[rows], alone.losses(micro, alone.algorithm.denominators(micro))[1]["distillation/kl"][rows]
                 )
     assert len(set(kinds)) > 1
+
+
+@pytest.mark.parametrize("teacher", ["view", "path"])
+def test_a_random_view_of_a_teacher_is_new_in_every_step(student, teacher):
+    """The teacher's images at steps 0 and 3 are those of the view at these steps, which differ."""
+    trainer, rollouts = student
+    view = MaskedPatches(patch=8, share=0.5)
+    made = ViewTeacher(view=view) if teacher == "view" else PathTeacher(path="unread", view=view)
+    change = made.changed if isinstance(made, ViewTeacher) else made._with_view
+    pixels = {}
+    for step in (0, 3):
+        changed = change(rollouts, SimpleNamespace(policy=trainer.policy, step=step))
+        pixels[step] = [row.images["pixel_values"] for row in changed.inputs]
+        expected = trainer.policy.view(rollouts, lambda prompt, step=step: view.at(step).change(prompt))
+        for row, found in zip(expected.inputs, pixels[step], strict=True):
+            assert torch.equal(row.images["pixel_values"], found)
+    assert not any(torch.equal(one, other) for one, other in zip(pixels[0], pixels[3], strict=True))
 
 
 def test_the_student_itself_teaches_under_a_view(student):
