@@ -22,7 +22,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("teachers: the coefficient is left out", D, "return self.coefficient.value * values, statistics", "return values, statistics", TOKENS),
     ("teachers: prompts without a teacher are taught", D, "return values.where(known, 0), estimate.where(known, torch.nan)",
      "return values.where(known, 1), estimate", TOKENS),
-    ("teachers: a view of the prompt is forgotten", M, "changed: Rollouts = context.policy.view(rollouts, self.view.changed)",
+    ("teachers: a view of the prompt is forgotten", M, "changed: Rollouts = context.policy.view(rollouts, bind_step(self.view, context.step))",
      "changed: Rollouts = rollouts", TOKENS),
     ("teachers: by tag, all rows are one teacher's", M, "has_tag = torch.tensor([str(prompt_tag) == tag for prompt_tag in tags])", "has_tag = torch.tensor([True for prompt_tag in tags])", TOKENS),
     ("teachers: micro-batches are not put back in order", M, "result[rows] = values.float().cpu()", "result[rows.sort().values] = values.float().cpu()", TOKENS),

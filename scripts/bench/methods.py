@@ -75,6 +75,7 @@ OPTIONS = {
     "covariance_clip": "low: 0, high: 5",
     "demonstrations": "prompts: 32",
     "distillation": "teacher: {path: TEACHER}",
+    "teacher_ratio": "teacher: {path: TEACHER}",
     "divergence_mask": "bound: 0.1",
     "expert_labels": "prompts: 32, episodes: 8",
     "pass_at_k": "k: 4",

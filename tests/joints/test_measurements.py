@@ -282,7 +282,7 @@ def test_a_teacher_under_a_view_sees_a_prompt_that_is_changed_once(count):
 
     teachers = SimpleNamespace(policy=lambda folder, guidance: LeftPixel(), vocabulary=lambda: torch.arange(3))
     policy = SimpleNamespace(teachers=teachers, view=view)
-    context = SimpleNamespace(policy=policy, micro_batches=[torch.tensor([1]), torch.tensor([0])])
+    context = SimpleNamespace(policy=policy, step=0, micro_batches=[torch.tensor([1]), torch.tensor([0])])
     listed = PathTeacher(path="folder", view=Mirrored()).choices(rollouts, context, count)
     tokens = [5, 6] if count else [0, 1, 2]
     assert listed.values.tolist() == [[tokens]] * 2

@@ -21,7 +21,11 @@ TABLE = {
     "view": [[-1.0, -1.0], [-1.0], [-1.0, -1.0, -1.0], [-1.0, -1.0]],
 }
 LOGP = [[-0.5, -2.0], [-1.0], [-0.1, -3.0, -0.7], [-1.5, -0.2]]
-OPTIONS = {"divergence_mask": "bound: 0.1", "sequence_mask": "bound: 0.1"}
+OPTIONS = {
+    "divergence_mask": "bound: 0.1",
+    "sequence_mask": "bound: 0.1",
+    "teacher_ratio": "teacher: {view: no_text}",
+}
 JOB = ["rollout.prompts=2", "rollout.group_size=2", "algorithm.reduce=sequence_mean"]
 
 
