@@ -115,12 +115,12 @@ class RatioAlgorithm(RewardedAlgorithm):
         from mmrl.core.ratios import aggregate_log_ratio, regulate_log_ratio
         from mmrl.rollouts import SEGMENTS, log_ratio
 
-        log_ratios = log_ratio(micro, replay)
+        differences = log_ratio(micro, replay)
         if self.ratio == "normalised":
             assert replay.divergence is not None and replay.std is not None
-            log_ratios = regulate_log_ratio(log_ratios, replay.divergence, replay.std)
-        mask = micro.mask.to(log_ratios.device)
-        log_ratios = aggregate_log_ratio(log_ratios, mask, level=self.level, segments=SEGMENTS.get(replay))
+            differences = regulate_log_ratio(differences, replay.divergence, replay.std)
+        mask, segments = micro.mask.to(differences.device), SEGMENTS.get(replay)
+        log_ratios = aggregate_log_ratio(differences, mask, level=self.level, segments=segments)
         stats = {"surrogate/ratio_gap": (log_ratios.detach().exp() - 1).abs()}
         if self.target_kl is not None:
             stats["surrogate/old_kl"] = log_ratios.detach().exp() - 1 - log_ratios.detach()
@@ -128,7 +128,8 @@ class RatioAlgorithm(RewardedAlgorithm):
             stats["surrogate/divergence"] = replay.divergence.detach()
         anchor = self.surrogate.log_anchor(micro, replay)
         if anchor is not None:
-            log_ratios = log_ratios - aggregate_log_ratio(anchor, mask, level=self.level, segments=SEGMENTS.get(replay))
+            stats["surrogate/anchor"] = anchor
+            log_ratios = aggregate_log_ratio(differences - anchor, mask, level=self.level, segments=segments)
         return log_ratios, stats
 
 

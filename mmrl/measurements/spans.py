@@ -83,6 +83,11 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
                 f"returned spans of {other_unit}; set of={other_unit} in algorithm.shaping, or name another reward"
             )
 
+    def check_reward(self, names: list[str], key: str) -> None:
+        """Raises ValueError with the configuration key if the task has no reward of this name."""
+        if self.reward not in names:
+            raise ValueError(f"{key}={self.reward} is not a reward; choose from {', '.join(names)}")
+
     def _shares(self, rollouts: Rollouts, bounds: Sequence[list[Bounds]], context: CollectedContext) -> list[Tensor]:
         """Returns for each rollout which decisions belong to which span, [3, entry]: index of the decision, index of
         the span, and the share of the decision in the span."""

@@ -32,10 +32,7 @@ class StepRewards(Section):
 
     def check_rewards(self, names: list[str]) -> None:
         """Raises ValueError for a reward that the task does not have."""
-        if self.reward not in names:
-            raise ValueError(
-                f"algorithm.step_rewards.reward={self.reward} is not a reward; choose from {', '.join(names)}"
-            )
+        self.spans.check_reward(names, "algorithm.step_rewards.reward")
 
     def of(self, batch: Batch, steps: Steps) -> Tensor:
         """Returns weight x the value of each span at its last policy step, 0 elsewhere: [rollout, step]."""

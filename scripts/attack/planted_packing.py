@@ -7,6 +7,7 @@ P, F, R = "mmrl/policies/vlm/responses/packing.py", "mmrl/engine/flops.py", "mmr
 T = "mmrl/doctor/time_estimate.py"
 PACKING, FLOPS, TIME = ("policies/test_packing.py",), ("engine/test_flops.py",), ("doctor/test_time_estimate.py",)
 SUMS, SYNCED = ("engine/test_gradient_sums.py",), ("policies/test_synced.py",)
+X, FEATURES = R + "features.py", ("policies/test_image_features.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -41,5 +42,12 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "self.base.recorded(sent)", SYNCED),
     ("checksums: engines watch all the same", "mmrl/generation/vllm/engine.py", "{WATCHES: settings.checksums}", "{WATCHES: True}", SYNCED),
     ("checksums: engines never watch", "mmrl/generation/weight_sync/receiver.py", "if not additional[WATCHES]:", "if True:", SYNCED),
+    ("features: all images have those of the first", X, "[self._kept[part[PIXELS]] for part in images]", "[self._kept[images[0][PIXELS]] for part in images]", FEATURES),
+    ("features: images of observations are left out", X, "for part in (row.images, row.observed_images) if PIXELS in part]", "for part in (row.images,) if PIXELS in part]", FEATURES),
+    ("features: computed each time", X, "if part[PIXELS] not in self._kept}", "if True}", FEATURES),
+    ("features: of one deeper layer alone", X, "[join(layer) for layer in layers]", "[join(layer) for layer in layers][:1]", FEATURES),
+    ("features: a LoRA in the tower is taken for frozen", "mmrl/policies/vlm/loading.py", 'p.requires_grad or ".lora_" in name for', "p.requires_grad for", FEATURES),
+    ("features: a trained connector is taken for frozen", "mmrl/policies/vlm/loading.py", 'if part_of(name) != "language"]', 'if part_of(name) == "vision"]', FEATURES),
+    ("features: ranks run the tower unequally often", R + "runner.py", "not self.module.reuses_features or self.lockstep is not None:", "not self.module.reuses_features:", FEATURES),
 ]
 # fmt: on

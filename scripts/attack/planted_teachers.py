@@ -43,4 +43,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("teachers of actions: stored outputs are given to a teacher", A, "if self.taught.caches_prefixes:", "if False:", ACTIONS),
     ("teachers of actions: the student teaches itself", L, "teacher_actions(config.section(\"action\"), path),", "config.section(\"action\"),", ACTIONS),
     ("teachers of actions: a head that no run trained teaches", A, "if not (Path(path) / CONFIG).is_file() and has_own_weights(self.head):", "if False:", ACTIONS),
+    ("teacher ratio: the anchor has the other sign", "mmrl/algorithms/ratio.py", "differences - anchor, mask", "differences + anchor, mask", TOKENS),
+    ("teacher ratio: the anchor's level is hard-coded", "mmrl/algorithms/ratio.py", "differences - anchor, mask, level=self.level", 'differences - anchor, mask, level="decision"', TOKENS),
+    ("teacher ratio: the share is hard-coded", "mmrl/algorithms/surrogates/teacher_ratio.py", "return self.share.value * ", "return 0.5 * ", TOKENS),
+    ("teacher ratio: prompts without a teacher have one", "mmrl/algorithms/surrogates/teacher_ratio.py", "(likelihoods - old).where(~likelihoods.isnan(), 0)", "likelihoods.nan_to_num(0) - old", TOKENS),
+    ("teachers: a random view is that of step 0", M, "bind_step(self.view, context.step)", "bind_step(self.view, 0)", TOKENS),
 ]

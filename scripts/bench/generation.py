@@ -114,14 +114,14 @@ def endless(policy: VisionLanguagePolicy) -> None:
 
 
 def measure(policy: VisionLanguagePolicy, generator: Any, prompts: list[Any], options: Any) -> dict[str, Any]:
-    engine, sharing = policy.engine, runner.PREFIX_SHARING
+    engine, sharing = policy.engine, runner.FAMILIES
     servers = generator.engine.servers if options.placement == "server" else [generator.engine]
     count = options.prompts * options.group
 
     def arm(*, with_engine: bool, shared: bool) -> Callable[[int], float]:
         def run(number: int) -> float:
             policy.engine = engine if with_engine else None
-            runner.PREFIX_SHARING = sharing if shared else set()
+            runner.FAMILIES = sharing if shared else set()
             if with_engine:
                 for own in servers:
                     own.empty_caches()
@@ -144,7 +144,7 @@ def measure(policy: VisionLanguagePolicy, generator: Any, prompts: list[Any], op
     costs: dict[str, list[float]] = {"synchronise": [], "probe": []}
     gaps = []
     for number in range(options.rounds + 1):  # the first one warms up
-        policy.engine, runner.PREFIX_SHARING = engine, sharing
+        policy.engine, runner.FAMILIES = engine, sharing
         with generator.generation() as measured:
             found = {name: run(number) for name, run in arms.items()}
         if number > 0:

@@ -238,7 +238,7 @@ def test_spans_of_turns():
 @pytest.mark.parametrize(
     ("shaping", "message"),
     [
-        ("{type: span_returns, reward: other}", "reward: other is not a reward; choose from process"),
+        ("{type: span_returns, reward: other}", "reward=other is not a reward; choose from process"),
         ("{type: span_returns, of: decisions}", "returned spans of characters; set of=characters"),
         (f"{{type: span_minimum, reward: '{HERE}:right'}}", "returned only numbers"),
     ],

@@ -2,13 +2,18 @@
 computes them each time, and the tower reads each image of a step once."""
 
 import gc
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
 from mmrl.policies.settings import LoRA
 from mmrl.policies.vlm.loading import images_are_frozen, part_of
-from mmrl.policies.vlm.responses.features import compute_features, num_crops
+from mmrl.policies.vlm.responses.features import ImageFeatures, compute_features, num_crops
+from mmrl.policies.vlm.responses.runner import Lockstep
 from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.rollouts import Prompt, Rollouts
 from tests.helpers.tiny_models import FAMILIES
@@ -151,3 +156,41 @@ def test_crops_of_padding_are_not_counted():
     pixels = torch.zeros(1, 3, 3, 2, 2)
     pixels[0, :2] = 0.5
     assert num_crops({"pixel_values": pixels}) == 2 and num_crops({"pixel_values": torch.zeros(4, 3, 2, 2)}) == 4
+
+
+def test_pixels_are_read_where_ranks_run_the_tower_together_and_beside_videos(folders):
+    policy = frozen(folders["qwen2_5_vl"])
+    rows = policy.demonstrate([OTHER, PROMPTS[1]]).inputs
+    images = policy.runner.reusable_images(rows)
+    assert len(images) == 1 and torch.equal(images[0]["pixel_values"], rows[0].images["pixel_values"])
+    assert policy.runner.reusable_images(rows[1:]) is None  # no image
+    video = replace(rows[1], images={"pixel_values_videos": torch.ones(4, 3)})
+    assert policy.runner.reusable_images([rows[0], video]) is None
+    policy.runner.lockstep = Lockstep(max=lambda number: number, gather_weights=nullcontext)  # as under ZeRO-3
+    assert policy.runner.reusable_images(rows) is None
+
+
+class Tower:
+    """A tower whose images of one patch have as features their pixel, and its tenfold and hundredfold in two layers."""
+
+    def get_image_features(self, pixel_values, image_grid_thw, return_dict):
+        parts = tuple(pixel_values.split(1))
+        deeper = [[10 * part for part in parts], [100 * part for part in parts]]
+        return BaseModelOutputWithDeepstackFeatures(pooler_output=parts, deepstack_features=deeper)
+
+
+def test_every_layer_gets_the_features_of_all_images_in_their_order():
+    core = SimpleNamespace(base_model=Tower(), device="cpu")
+    two, one = (
+        {"pixel_values": torch.tensor(pixels), "image_grid_thw": torch.ones(len(pixels), 3, dtype=torch.int64)}
+        for pixels in ([[1.0], [2.0]], [[3.0]])
+    )
+    features = ImageFeatures()
+    features.inputs(core, [one])
+    image = features.inputs(core, [two, one, two])["mm_encoder_outputs"]["image"]
+    expected = torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0])[:, None]
+    assert torch.equal(torch.cat(image.pooler_output), expected)
+    assert [torch.cat(layer).tolist() for layer in image.deepstack_features] == [
+        (10 * expected).tolist(),
+        (100 * expected).tolist(),
+    ]

@@ -385,7 +385,7 @@ def test_a_family_that_is_not_known_to_share_reads_prompts_for_each_row(family, 
     want = policy.rollout(PROMPTS, 4, range(12))
     shared = replay(policy, want).logp
     assert policy.runner.shares_prompts(training=True)
-    monkeypatch.setattr(runner, "PREFIX_SHARING", set())
+    monkeypatch.setattr(runner, "FAMILIES", set())
     assert not policy.runner.shares_prompts(training=False)
     assert ids(policy.rollout(PROMPTS, 4, range(12))) == ids(want)
     got, _, passes = gradients(policy, want)

@@ -38,7 +38,8 @@ class TeacherRatio(Clipped):
 
     @property
     def needs(self) -> Needs:
-        return self.teacher.needs | Needs(old=True, measurements=(TeacherLikelihoods(self.teacher),))
+        offers = frozenset({"single_sample_kl"})  # its log-probabilities of single samples can be compared
+        return self.teacher.needs | Needs(offers=offers, old=True, measurements=(TeacherLikelihoods(self.teacher),))
 
     def log_anchor(self, micro: Rollouts, replay: Replay) -> Tensor:
         """Computes share (log pi_T - log pi_old), [rollout, decision]; 0 without a teacher."""
@@ -52,5 +53,4 @@ class TeacherRatio(Clipped):
         """Computes PPO's clipped objective of the ratio to the mixture, and statistics; [rollout, decision]."""
         from mmrl.core.surrogates import surrogate
 
-        values, stats = surrogate(log_ratio, advantages, kind="clip", **self.bounds)
-        return values, stats | {"anchor": self.log_anchor(micro, replay)}
+        return surrogate(log_ratio, advantages, kind="clip", **self.bounds)

@@ -252,9 +252,8 @@ def adapt(model: nn.Module, path: str, *, freeze: Sequence[str], lora: LoRA | No
 def images_are_frozen(model: nn.Module) -> bool:
     """Returns whether features of images never change: neither the vision tower nor the connector is trained, and no
     LoRA is in them, which the reference policy would switch off."""
-    names = [name for name, _ in model.named_parameters() if part_of(name) != "language"]
-    parameters = dict(model.named_parameters())
-    return bool(names) and not any(parameters[name].requires_grad or ".lora_" in name for name in names)
+    images = [(name, p) for name, p in model.named_parameters() if part_of(name) != "language"]
+    return bool(images) and not any(p.requires_grad or ".lora_" in name for name, p in images)
 
 
 def recompute_activations(model: nn.Module) -> None:

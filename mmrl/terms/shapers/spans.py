@@ -35,10 +35,7 @@ class SpanShaper(Shaper):
         return Needs(measurements=(self.spans,))
 
     def check_rewards(self, names: list[str]) -> None:
-        if self.reward not in names:
-            raise ValueError(
-                f"algorithm.shaping: reward: {self.reward} is not a reward; choose from {', '.join(names)}"
-            )
+        self.spans.check_reward(names, "algorithm.shaping: reward")
 
 
 class SpanCredit(SpanShaper):

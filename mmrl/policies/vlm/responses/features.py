@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from mmrl.policies.vlm.prompts import PIXELS, RolloutTokens, joined_images
 
 INPUT = "mm_encoder_outputs"  # the input of transformers' models that holds features of images
-# `model_type` of families for which reuse of features is tested.
+# `model_type` of families for which reuse of features, sharing a prompt between its responses, and packing are tested.
 FAMILIES = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_onevision", "internvl"}
 
 Parts = Tensor | tuple[Tensor, ...]  # one part for each image, or each crop of an image, on the first dimension

@@ -17,16 +17,13 @@ from mmrl.generation.decoding import PACKED
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.transformers import generate, generate_groups
 from mmrl.policies.vlm.prompts import VIDEO_PIXELS, RolloutTokens, collate
-from mmrl.policies.vlm.responses.features import ImageInputs, images_in
+from mmrl.policies.vlm.responses.features import FAMILIES, ImageInputs, images_in
 from mmrl.policies.vlm.responses.flops import ResponseFlops
 from mmrl.policies.vlm.responses.packing import pack_rows, worthwhile
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scorer import TokenScorer, transformers_model, without_checkpointing
 from mmrl.rollouts import Prompt
-
-# `model_type` of families for which sharing a prompt between its responses, and packing, are tested.
-PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_onevision", "internvl"}
 
 
 @dataclass
@@ -102,14 +99,14 @@ class ModelRunner:
 
     @property
     def can_pack(self) -> bool:
-        """True if the model can compute rows without padding: a family in PREFIX_SHARING, with attention by SDPA."""
+        """True if the model can compute rows without padding: a family in FAMILIES, with attention by SDPA."""
         return self._attends_to_all and self.core.config.get_text_config()._attn_implementation in ("sdpa", PACKED)
 
     @property
     def _attends_to_all(self) -> bool:
-        """True if the model is of a family in PREFIX_SHARING and each of its layers attends to all earlier tokens."""
+        """True if the model is of a family in FAMILIES and each of its layers attends to all earlier tokens."""
         layers = DynamicCache(config=self.core.config.get_text_config()).layers
-        return self.core.config.model_type in PREFIX_SHARING and all(type(layer) is DynamicLayer for layer in layers)
+        return self.core.config.model_type in FAMILIES and all(type(layer) is DynamicLayer for layer in layers)
 
     def should_pack(self, lengths: list[int]) -> bool:
         """Returns whether replay packs rows of these lengths in tokens: if the model supports it, and it saves time."""
